@@ -1,0 +1,46 @@
+"""Admission: how far generation may run ahead of training, and how old a version is.
+
+`bound` is AReaL's staleness rule ((S + 1) batches not yet trained on) counted in groups; the lease script subtracts
+what is leased or unsettled from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.errors import UsageError
+
+
+def bound(max_staleness: int | None, batch: int, interval: int, queue_capacity: int) -> int:
+    """Groups that may be leased or unsettled at once; `max_staleness` None is unbounded: the queue's cap rules."""
+    need = batch * interval
+    if max_staleness is not None:
+        return (max_staleness + 1) * need
+    if queue_capacity < need:
+        raise UsageError(
+            f"a queue of {queue_capacity} groups can never fill --rollout-batch-size {batch} x "
+            f"--update-weights-interval {interval} = {need}: raise --queue-capacity or "
+            "--async-data-buffer-capacity-factor, or set --max-weight-staleness"
+        )
+    return queue_capacity
+
+
+def lag(version: int | None, current: int, lineage: Sequence[tuple[int, int]] = ()) -> int | None:
+    """Publications between weights `version` and weights `current`; None where the version is unknown.
+
+    `lineage` holds (N, r) for each resume: publication N carries the weights of version r. A version between r and N
+    belongs to a branch that was discarded: it is w - r updates away from where the present branch left. Negative when
+    `version` is newer than `current`: an error of the run's history, which the caller counts.
+    """
+    if version is None:
+        return None
+    for published, restored in reversed(lineage):
+        if published > current:
+            continue
+        if version >= published:
+            break
+        since = current - published
+        if version > restored:
+            return since + (version - restored)
+        return since + (lag(version, restored, [x for x in lineage if x[0] < published]) or 0)
+    return current - version

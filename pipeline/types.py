@@ -1,0 +1,124 @@
+"""What crosses a process, in the order of life: Prompt, Sequence, Sample, Group, Policy. All frozen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int32]
+Logprobs = NDArray[np.float32]
+Mask = NDArray[np.uint8]
+
+COMPLETED, TRUNCATED, ABORTED = "completed", "truncated", "aborted"
+
+
+class Span(NamedTuple):
+    """Response tokens `start:end` were sampled with the weights `version`; None is an unknown version."""
+
+    version: int | None
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One round of one prompt, as the feeder or a recycle put it into a stream."""
+
+    id: int
+    "feed number, from 0; epoch and row follow from it"
+    attempt: int
+    "from 1; grows by one each time the prompt goes round again; only fences"
+    strikes: int
+    "how often the prompt itself was at fault"
+    record: str
+    "the pristine JSON record: prompt, label, metadata; never re-encoded on the way"
+
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        """The record decoded: `prompt` (text or chat messages), `label`, `metadata`."""
+        value: dict[str, Any] = json.loads(self.record)
+        return value
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One trainable sequence: a prompt and what followed it."""
+
+    prompt_tokens: Tokens
+    "int32 [P]: exactly what was sent to the engine"
+    tokens: Tokens
+    "int32 [R]: exactly what the engine returned, the stop token included; nothing is ever re-tokenised"
+    logprobs: Logprobs
+    "float32 [R]: log-probability of each token, after temperature, before top-p"
+    loss_mask: Mask
+    "uint8 [R]: 1 where the model sampled the token and may be trained on it"
+    versions: tuple[Span, ...]
+    "weight versions over the R response tokens, in order, without gaps"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer. Several sequences where an agent took several turns."""
+
+    index: int
+    "0 <= index < n_samples_per_prompt; with run seed and prompt id it seeds the sampler"
+    status: str
+    "completed | truncated (length limit) | aborted (never trained on)"
+    text: str
+    "the decoded answer, for rewards and people; training uses the tokens"
+    reward: float | None
+    "finite, or None: unscored, which is never 0"
+    sequences: tuple[Sequence, ...]
+    "at least one"
+    metadata: dict[str, Any] = field(default_factory=dict)
+    "JSON values with string keys; whatever the generate function wants to pass on"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The n samples of one round of one prompt."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+    worker: str
+    "id of the worker that made it"
+    seconds: float
+    "from lease to push"
+
+    @property
+    def aborted(self) -> bool:
+        return any(s.status == ABORTED for s in self.samples)
+
+    @property
+    def versions(self) -> set[int | None]:
+        """Every weight version that sampled a token of the group, over all samples and sequences."""
+        return {span.version for s in self.samples for q in s.sequences for span in q.versions}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Published weights: what the `weights` hash in Redis says."""
+
+    version: int
+    "grows by at least one with each publication, over restarts too"
+    path: str
+    "folder in the Hugging Face layout, complete before it is named here; empty where no weights exist (echo)"
+    format: str
+    "hf"
+    digest: str
+    "sha256 over the weight files"
+    step: int
+    "optimizer steps (rollout ids) these weights have seen"
+    time: float
+    "unix seconds, for people"
+    lineage: tuple[tuple[int, int], ...] = ()
+    "(version it was published under, version it restored) for each resume, oldest first"
+
+    @property
+    def restored_from(self) -> int | None:
+        return self.lineage[-1][1] if self.lineage else None

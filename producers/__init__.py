@@ -1,0 +1,1 @@
+"""The side that makes groups: prompt files, feeder, generator, engines, rewards."""

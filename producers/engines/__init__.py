@@ -1,0 +1,1 @@
+"""Engines: what turns prompt tokens into sampled tokens."""

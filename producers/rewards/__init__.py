@@ -1,0 +1,1 @@
+"""Rewards: what scores a sample, or a whole group."""

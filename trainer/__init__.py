@@ -1,0 +1,1 @@
+"""The trainer: batches, losses, the loop, weights and checkpoints."""
