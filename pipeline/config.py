@@ -1,0 +1,229 @@
+"""One model a role, put together from sections; each field is a flag, a TOML key and a MILLPOND_* variable.
+
+Precedence: flag, environment, file, default. `pipeline.flags` turns a role into a command line; `pipeline.modes` holds
+the rules of what goes together. Section docstrings are the headings of `--help`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+def option(default: Any, help: str, **limits: Any) -> Any:
+    return Field(default=default, description=help, **limits)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class Connection(Section):
+    """Where the run lives"""
+
+    run: str | None = option(None, "name of the run; keys in Redis and the default folder follow from it")
+    out: Path | None = option(None, "the run's folder (default runs/NAME)")
+    redis_url: str | None = option(None, "Redis to use instead of the embedded one: redis://, rediss:// or unix://")
+    redis_patience: PositiveFloat = option(300.0, "seconds to wait for a Redis that is away before giving up")
+
+
+class Server(Section):
+    """The embedded Redis"""
+
+    redis_durability: Literal["process", "second", "always"] = option(
+        "second", "what may be lost with the machine: all since the last flush, about a second, nothing"
+    )
+
+
+class Data(Section):
+    """Prompts"""
+
+    prompt_data: Path | None = option(None, "JSONL file of prompts")
+    input_key: str = option("input", "key of the prompt in a row: text, or a list of chat messages")
+    label_key: str = option("label", "key of the label")
+    metadata_key: str = option("metadata", "key of a map handed on to rewards and generate functions")
+    rollout_shuffle: bool = option(False, "shuffle each epoch by --rollout-seed")
+    num_epoch: Positive | None = option(None, "passes over the prompts; the smaller of steps and epochs ends the run")
+    feed_low_water: Positive = option(512, "prompts kept waiting in the stream")
+
+
+class Rollout(Section):
+    """Rollout: what all workers and the trainer agree on"""
+
+    rollout_batch_size: Positive = option(32, "groups in a training step")
+    n_samples_per_prompt: Positive = option(8, "answers in a group")
+    rollout_max_response_len: Positive = option(1024, "tokens an answer may have")
+    rollout_max_prompt_len: Positive | None = option(None, "longer prompts are dropped, once, under a reason")
+    rollout_temperature: PositiveFloat = option(1.0, "sampling temperature")
+    rollout_top_p: Fraction = option(1.0, "below 1 the trainer's probabilities would be wrong: refused")
+    rollout_top_k: int = option(-1, "other than -1 the trainer's probabilities would be wrong: refused", ge=-1)
+    rollout_seed: int = option(42, "seed of shuffling and of all samplers", ge=0)
+    rollout_group_timeout: PositiveFloat = option(1800.0, "seconds from lease to push before a group is handed back")
+    max_prompt_attempts: Positive = option(5, "strikes (the prompt's own faults) after which it is dead-lettered")
+    apply_chat_template: bool = option(False, "render prompts with the tokenizer's chat template")
+
+
+class Async(Section):
+    """Asynchrony"""
+
+    fully_async: bool = option(False, "generate while training; without it the run is lock-step and on-policy")
+    max_weight_staleness: int | None = option(None, "publications a group may be old when trained on", ge=0)
+    update_weights_interval: Positive = option(1, "training steps between publications")
+    async_max_concurrent_samples: Positive | None = option(
+        None, "samples in flight over all workers (default: --rollout-batch-size groups)"
+    )
+    async_data_buffer_capacity_factor: PositiveFloat = option(2.0, "cap of the group list, in batches")
+    queue_capacity: Positive | None = option(None, "cap of the group list, in groups (overrides the factor)")
+    queue_max_bytes: Positive = option(1 << 30, "cap of the group list, in bytes")
+    max_group_bytes: Positive = option(64 << 20, "a larger group is refused and its prompt dead-lettered")
+    rollout_submission_granularity: Literal["sample", "group"] = option(
+        "sample", "refill as soon as any n samples have finished, or only when whole groups have"
+    )
+    async_unused_samples_handler: Literal["retry", "drop"] = option("retry", "what becomes of stale and aborted groups")
+    pause_generation_mode: Literal["retract", "in_place", "abort"] = option(
+        "retract", "requests in flight at a weight update: cache recomputed, or kept"
+    )
+
+
+class Rewards(Section):
+    """Rewards and filters"""
+
+    rm_type: str | None = option(None, "built-in reward: exact, positions, length, random")
+    custom_rm_path: str | None = option(None, "reward function, module.function; sync or async")
+    group_rm: bool = option(False, "the reward function scores a whole group at once")
+    dynamic_sampling_filter_path: str | None = option(None, "keep or drop a group where it is made, module.function")
+    rollout_sample_filter_path: str | None = option(None, "mark samples of the batch as removed, module.function")
+
+
+class Engines(Section):
+    """Engine"""
+
+    engine: Literal["local", "echo"] = option("local", "local: torch in the generator; echo: no model, for tests")
+    hf_checkpoint: Path | None = option(None, "model and tokenizer folder in the Hugging Face layout")
+    server_concurrency: Positive = option(256, "samples in flight in one engine")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    torch_threads: Positive = option(1, "threads torch computes with in one process")
+    echo_latency: str = option("0", "echo: seconds a sample takes: a number, or lognormal:MEDIAN:SIGMA")
+    echo_response_len: Positive = option(8, "echo: tokens in an answer")
+    echo_failure_rate: float = option(0.0, "echo: share of samples that fail", ge=0, le=1)
+    echo_abort_rate: float = option(0.0, "echo: share of samples that abort", ge=0, le=1)
+
+
+class Training(Section):
+    """Training"""
+
+    num_rollout: Positive | None = option(None, "training steps; the smaller of steps and epochs ends the run")
+    global_batch_size: Positive | None = option(None, "samples in an optimizer step (default: the whole batch)")
+    max_tokens_per_gpu: Positive = option(16384, "tokens in a forward pass, padding included")
+    train_backend: Literal["torch", "echo"] = option("torch", "torch, or echo: trains nothing, for tests")
+    echo_train_seconds: float = option(0.0, "echo: seconds a training step takes", ge=0)
+    lr: PositiveFloat = option(1e-6, "learning rate")
+    lr_warmup_iters: int = option(0, "optimizer steps of linear warm-up", ge=0)
+    weight_decay: float = option(0.0, "AdamW weight decay", ge=0)
+    adam_beta1: Fraction = option(0.9, "AdamW beta 1")
+    adam_beta2: Fraction = option(0.95, "AdamW beta 2")
+    adam_eps: PositiveFloat = option(1e-8, "AdamW epsilon")
+    clip_grad: PositiveFloat = option(1.0, "gradient norm limit")
+    seed: int = option(1234, "seed of the trainer", ge=0)
+    advantage_estimator: Literal["grpo"] = option("grpo", "how rewards become advantages")
+    disable_grpo_std_normalization: bool = option(False, "do not divide advantages by the group's deviation")
+    eps_clip: PositiveFloat = option(0.2, "lower clip range of the ratio")
+    eps_clip_high: PositiveFloat | None = option(None, "upper clip range (default: --eps-clip)")
+    entropy_coef: float = option(0.0, "entropy bonus", ge=0)
+    use_tis: bool | None = option(None, "truncated importance sampling (default: on when staleness can exceed 0)")
+    tis_clip: PositiveFloat = option(2.0, "upper bound of the importance weight")
+    tis_clip_low: float = option(0.0, "lower bound of the importance weight", ge=0)
+    use_rollout_logprobs: bool = option(False, "take the rollout's log-probabilities as the old policy's")
+    save_interval: int = option(20, "steps between checkpoints; 0: none, groups are committed when published", ge=0)
+    save_keep: Positive = option(2, "checkpoints kept")
+    load: Path | None = option(None, "checkpoint to start from (default with --resume: the run's newest)")
+    drop_last: bool = option(False, "do not train on the last batch if it is smaller than the others")
+    starve_timeout: PositiveFloat = option(600.0, "seconds without a group before the run ends")
+    rollout_function_path: str | None = option(None, "takes the place of the drain, module.function; lock-step only")
+    eval_function_path: str | None = option(None, "evaluation function, module.function")
+
+
+class Refused(Section):
+    """Known elsewhere, refused here with a sentence"""
+
+    colocate: bool = option(False, "trainer and engine on the same GPUs in turn")
+    partial_rollout: bool = option(False, "continue half answers with new weights")
+    recompute_logprobs_via_prefill: bool = option(False, "log-probabilities from the engine's prefill")
+    rollout_all_samples_process_path: str | None = option(None, "function over all samples, dropped ones included")
+    lora_adapters: int = option(1, "LoRA adapters trained at once", ge=1)
+
+
+class Resume(Section):
+    """Going on"""
+
+    resume: bool = option(False, "go on with a run that was stopped")
+
+
+class Takeover(Resume):
+    """Going on"""
+
+    take_over: bool = option(False, "replace a trainer that may still be alive, at once")
+    wait: bool = option(False, "wait until the other trainer of this run is gone")
+
+
+class Workers(Section):
+    """Processes"""
+
+    generators: Positive = option(1, "generator processes")
+    max_restarts: int = option(5, "restarts of a killed process before the run ends", ge=0)
+
+
+class FeedConfig(Connection, Data):
+    """`millpond feed`: what its help says lives in pipeline.cli."""
+
+    rollout_seed: int = option(42, "seed of shuffling", ge=0)
+
+
+class GenerateConfig(Connection, Engines, Rewards):
+    """A generator needs the Redis, the run's name and its engine; the rest stands in the run's `config`."""
+
+
+class TrainConfig(Connection, Rollout, Async, Rewards, Training, Refused, Takeover):
+    """The trainer writes the run's `config`."""
+
+    hf_checkpoint: Path | None = option(None, "model and tokenizer folder in the Hugging Face layout")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    torch_threads: Positive = option(1, "threads torch computes with in one process")
+    num_epoch: Positive | None = option(None, "passes over the prompts; the feeder counts them")
+
+
+class RunConfig(Connection, Server, Data, Rollout, Async, Rewards, Engines, Training, Refused, Resume, Workers):
+    """Everything."""
+
+    ROLES: ClassVar[dict[str, type[Section]]] = {
+        "feed": FeedConfig,
+        "generate": GenerateConfig,
+        "train": TrainConfig,
+    }
+    fully_async: bool = option(True, "generate while training; --no-fully-async: lock-step and on-policy")
+    max_weight_staleness: int | None = option(2, "publications a group may be old when trained on", ge=0)
+
+
+class Agreed(Rollout):
+    """What stands in the key `config`: every worker reads it and takes no prompts before it agrees."""
+
+    group_rm: bool
+    code: dict[str, str]
+    "digest of each dotted path or reward type a worker must have as well, by field name"
+    bound: int
+    "groups leased or unsettled at once (pipeline.room)"
+    in_flight: int
+    "groups leased at once over all workers, in samples // n"
+    max_weight_staleness: int | None
+    queue_capacity: int
+    queue_max_bytes: int
+    max_group_bytes: int
+    rollout_submission_granularity: Literal["sample", "group"]
+    pause_generation_mode: Literal["retract", "in_place"]
+    heartbeat_limit_ms: int = 20_000
