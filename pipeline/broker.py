@@ -1,0 +1,130 @@
+"""The broker's verbs, synchronous: what a feeder and people do. pipeline.fenced adds the trainer's, pipeline.leases has
+the workers', which are asynchronous.
+
+Two types rather than one behind threads: the trainer's calls must not share an event loop with anything that could
+stall them, and a worker holds hundreds of prompts whose waits must cost nothing. Both send the same scripts.
+
+Each verb may be repeated: done twice it is as good as done once. So an outage is waited out here, in one place, and the
+verb is sent again; what a lost reply may have left behind is found by `check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from redis.exceptions import NoScriptError, RedisError
+
+from pipeline.connect import Outage, Seen, connect, passing
+from pipeline.errors import UsageError
+from pipeline.keys import Keys
+from pipeline.replies import Standing, policy_of
+from pipeline.scripts import Arg, load
+from pipeline.types import Policy
+
+T = TypeVar("T")
+
+
+class Broker:
+    """Verbs that need no fence."""
+
+    def __init__(self, url: str, keys: Keys, name: str, patience: float = 300.0) -> None:
+        self.keys = keys
+        self.patience = patience
+        self.seen = Seen()
+        self.client = connect(url, f"millpond:{keys.run}:{name}", self.seen)
+
+    # -- how verbs reach Redis
+
+    def script(self, name: str, *args: Arg) -> Any:
+        """One script, once."""
+        script = load(name)
+        call = script.call(self.keys, *args)
+        try:
+            return self.client.execute_command("EVALSHA", script.sha, *call)
+        except NoScriptError:
+            return self.client.execute_command("EVAL", script.text, *call)
+
+    def patiently(self, verb: Callable[[], T]) -> T:
+        """The verb, sent again after each outage."""
+        while True:
+            try:
+                return verb()
+            except RedisError as error:
+                if not passing(error):
+                    raise
+                self.outage(error)
+
+    def outage(self, error: Exception) -> None:
+        """Returns when Redis is back and agrees with us."""
+        Outage(error, self.patience).wait(self.client)
+        if self.seen.restarted:
+            self.seen.restarted = False
+            self.returned()
+
+    def returned(self) -> None:
+        """Called when Redis was restarted and may know less than before."""
+
+    # -- feeding
+
+    def cursor(self) -> int:
+        return self.patiently(lambda: int(self.client.get(self.keys["feed"]) or 0))
+
+    def backlog(self) -> int:
+        """Entries in both streams, leased ones included."""
+        return self.patiently(
+            lambda: int(self.client.xlen(self.keys["prompts"])) + int(self.client.xlen(self.keys["prompts:retry"]))
+        )
+
+    def feed(self, cursor: int, records: Sequence[str]) -> int:
+        """Compare-and-set; the cursor as it is afterwards. A repeat after a lost reply feeds nothing twice."""
+        return int(self.patiently(lambda: self.script("feed", cursor, *records)))
+
+    def refeed_ids(self, limit: int) -> list[int]:
+        """Ids that a restore found nowhere."""
+        found = self.patiently(lambda: self.client.srandmember(self.keys["refeed"], limit))
+        return sorted(int(i) for i in found)  # type: ignore[union-attr]
+
+    def refeed(self, records: dict[int, str]) -> None:
+        flat: list[Arg] = [x for pair in records.items() for x in pair]
+        self.patiently(lambda: self.script("refeed", *flat))
+
+    def describe_data(self, rows: int, total: int | None, digest: str) -> None:
+        """What is being fed; UsageError if this run was fed from other data."""
+        mine = f"{rows} rows, sha256 {digest}"
+        before = self.state().get("data", mine)
+        if before != mine:
+            raise UsageError(
+                f"run {self.keys.run} was fed from other data ({before}) than --prompt-data now holds ({mine}): "
+                "give the same file, or another --run"
+            )
+        fields: Any = {"data": mine, "feed_total": "" if total is None else str(total)}
+        self.patiently(lambda: self.client.hset(self.keys["state"], mapping=fields))
+
+    def stopping(self) -> bool:
+        return self.state().get("status") in ("done", "failed")
+
+    # -- looking
+
+    def state(self) -> dict[str, str]:
+        raw: Any = self.patiently(lambda: self.client.hgetall(self.keys["state"]))
+        return {k.decode(): v.decode() for k, v in raw.items()}
+
+    def exists(self) -> bool:
+        """Whether the run has keys in this Redis."""
+        names = [self.keys[n] for n in ("state", "feed", "groups", "prompts")]
+        return bool(self.patiently(lambda: self.client.exists(*names)))
+
+    def standing(self) -> Standing:
+        return Standing.of(self.patiently(lambda: self.script("snapshot")))
+
+    def policy(self) -> Policy | None:
+        raw: Any = self.patiently(lambda: self.client.hgetall(self.keys["weights"]))
+        return policy_of(raw)
+
+    def reap(self) -> list[str]:
+        """Names of workers found dead; what they held goes round again."""
+        return [w.decode() for w in self.patiently(lambda: self.script("reap"))]
+
+    def close(self) -> None:
+        self.client.close()

@@ -1,0 +1,246 @@
+"""The verbs of the one trainer; each is fenced by its epoch and token.
+
+A trainer that was replaced can change nothing. One that meets a Redis which knows less than it does (restarted with a
+cut tail, or flushed) tells it again: its ledger is the truth about what was taken and trained.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from redis.exceptions import RedisError
+
+from pipeline.broker import Broker
+from pipeline.connect import BLOCK, Outage, Restarted, passing
+from pipeline.errors import Fenced, MillpondError, UsageError
+from pipeline.keys import Keys
+from pipeline.ledger import Ledger
+from pipeline.replies import Checked, fields_of
+from pipeline.scripts import Arg, load
+from pipeline.types import Policy, Prompt
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+HEARTBEAT_LIMIT_MS = 20_000
+"A trainer not seen for so long is dead."
+
+
+class _Older(MillpondError):
+    """Redis knows an older epoch than ours: it came back without the end of its log, or was flushed."""
+
+
+class TrainerBroker(Broker):
+    """Millpond's trainer, as Redis knows it."""
+
+    def __init__(self, url: str, keys: Keys, patience: float = 300.0) -> None:
+        super().__init__(url, keys, "trainer", patience)
+        self.token = uuid.uuid4().hex
+        self.epoch = 0
+        self.ledger = Ledger()
+        self.config = ""
+        "JSON for the key `config`"
+        self.latest: Policy | None = None
+        "what we published last"
+
+    def patiently(self, verb: Callable[[], T]) -> T:
+        while True:
+            try:
+                return super().patiently(verb)
+            except _Older:
+                self.returned()
+
+    def fenced(self, name: str, *args: Arg) -> Any:
+        """One fenced script, once; its answer without the fence."""
+        answer = self.script(name, self.epoch, self.token, *args)
+        return answer[1:] if self._passes(answer[0]) else None
+
+    def _passes(self, fence: bytes) -> bool:
+        if fence == b"older":
+            raise _Older("Redis knows an older trainer epoch than ours")
+        if fence == b"fenced":
+            holder = self.state().get("trainer", "another trainer")
+            raise Fenced(f"run {self.keys.run} has been taken over by {holder}; this trainer can change nothing more")
+        return True
+
+    def durable(self) -> None:
+        """Waits until the last write is on disk, where the server can say so (WAITAOF)."""
+        try:
+            self.client.execute_command("WAITAOF", 1, 0, 2000)
+        except RedisError as error:
+            if passing(error):
+                self.outage(error)
+
+    # -- the fence itself
+
+    def takeover(self, name: str, force: bool = False, above: int = 0) -> None:
+        """Makes this the run's trainer; UsageError naming the other one while that is alive."""
+        answer = self.patiently(
+            lambda: self.script("takeover", self.token, name, HEARTBEAT_LIMIT_MS, int(force), above)
+        )
+        if answer[0] == b"held":
+            raise UsageError(
+                f"run {self.keys.run} has a trainer: {answer[1].decode()}, seen {int(answer[2]) / 1000:.0f} s ago; "
+                "--wait waits until it is gone, --take-over replaces it at once"
+            )
+        self.epoch = int(answer[1])
+        self._kill_others()
+        self.durable()
+
+    def _kill_others(self) -> None:
+        me = self.client.client_id()
+        for client in self.client.client_list():
+            if client["name"] == f"millpond:{self.keys.run}:trainer" and int(client["id"]) != me:
+                self.client.client_kill_filter(_id=client["id"])
+
+    def renew(self, **fields: str) -> None:
+        """Sign of life; also sets fields of `state`."""
+        flat = [x for pair in fields.items() for x in pair]
+        self.patiently(lambda: self.fenced("renew", *(flat or ["why", ""])))
+
+    def finish(self, status: str, why: str) -> None:
+        """The last word on this run for now; another trainer may take over at once."""
+        self.renew(status=status, why=why, trainer_seen="0")
+
+    def configure(self, config: str) -> None:
+        self.config = config
+        self.patiently(lambda: self.fenced("configure", config))
+
+    # -- groups
+
+    def take(self, count: int, block: bool = True) -> tuple[list[bytes], bytes | None]:
+        """Up to `count` messages, and an alarm if there is one; blocks at most a second, for the first only."""
+
+        def pop() -> tuple[list[bytes], bytes | None]:
+            messages: list[bytes] = []
+            if block:
+                found: Any = self.client.blpop([self.keys["alarm"], self.keys["groups"]], timeout=BLOCK)
+                if found is None:
+                    return [], None
+                if found[0].decode() == self.keys["alarm"]:
+                    return [], found[1]
+                messages.append(found[1])
+            return messages + self._pop(count - len(messages)), None
+
+        try:
+            return pop()
+        except RedisError as error:
+            if not passing(error):
+                raise
+            self.outage(error)
+        except _Older:
+            self.returned()
+        return [], None
+
+    def _pop(self, count: int) -> list[bytes]:
+        opening, closing = load("take_open"), load("take_close")
+        pipe = self.client.pipeline(transaction=True)
+        pipe.execute_command("EVAL", opening.text, *opening.call(self.keys, self.epoch, self.token))
+        pipe.lpop(self.keys["groups"], count)
+        pipe.execute_command("EVAL", closing.text, *closing.call(self.keys))
+        fence, messages, _ = pipe.execute()
+        return list(messages or []) if fence == b"alarm" or self._passes(fence) else []
+
+    def hold(self, prompt: Prompt) -> bool:
+        """Takes a decoded group's prompt into the ledger; False where it was taken before: discard the message."""
+        if self.ledger.knows(prompt.id):
+            self.patiently(lambda: self.client.hincrby(self.keys["counters"], "discarded:double", 1))
+            return False
+        self.ledger.taken[prompt.id] = prompt
+        return True
+
+    def check(self, reason: str = "lost", fault: str = "none") -> Checked:
+        """Sends round again what was popped and never reached us; says what we hold and should not."""
+
+        def run() -> Any:
+            held: list[Arg] = [x for p in self.ledger.taken.values() for x in (p.id, p.attempt)]
+            return self.fenced("check", reason, fault, *held)
+
+        found = Checked.of(self.patiently(run))
+        self.ledger.release(found.foreign)
+        return found
+
+    def recycle(self, prompts: Sequence[Prompt], reason: str, fault: str = "none") -> None:
+        """Round again (fault 'none' or 'strike'), or dropped under the reason ('drop')."""
+        flat: list[Arg] = [x for p in prompts for x in (p.id, p.attempt)]
+        self.patiently(lambda: self.fenced("recycle", reason, fault, *flat))
+        self.ledger.release(p.id for p in prompts)
+
+    def quarantine(self, message: bytes, problem: str, digest: str) -> None:
+        """A message that would not decode; its prompt is found by the next check."""
+        entry = {"head": message[:4096], "length": len(message), "sha256": digest, "problem": problem[:500]}
+        self.patiently(
+            lambda: self.client.xadd(self.keys["quarantine"], entry, maxlen=1000, approximate=True)  # type: ignore[arg-type]
+        )
+
+    # -- weights and checkpoints
+
+    def publish(self, policy: Policy, trained: Iterable[Prompt]) -> None:
+        """The new version for all; room opens for what it was trained on."""
+        ids = [p.id for p in trained]
+        fields = fields_of(policy)
+        r = self.patiently(
+            lambda: self.script("publish", self.epoch, self.token, policy.version, len(fields) // 2, *fields, *ids)
+        )
+        if r[0] == b"behind":
+            raise MillpondError(f"version {policy.version} was to be published, but {int(r[1])} stands already")
+        if r[0] == b"older":
+            self.returned()
+            return self.publish(policy, [self.ledger.taken[i] for i in ids if i in self.ledger.taken])
+        self._passes(r[0])
+        self.latest = policy
+        self.ledger.publish(ids)
+        return self.durable()
+
+    def commit(self, prompts: Sequence[Prompt]) -> list[int]:
+        """A complete checkpoint contains these. Answers ids refused, which is an error of the history."""
+        flat: list[Arg] = [x for p in prompts for x in (p.id, p.attempt)]
+        refused = [int(x) for x in self.patiently(lambda: self.fenced("commit", *flat))[0]]
+        self.ledger.commit(p.id for p in prompts)
+        self.durable()
+        return refused
+
+    # -- agreeing again
+
+    def restore(self, ledger: Ledger) -> int:
+        """At a resume: Redis is made to agree with a checkpoint. Answers how many prompts are fed again."""
+        self.ledger = ledger
+        return self._reconcile("restart")
+
+    def returned(self) -> None:
+        """Resync: Redis came back, maybe older, and is told all that we took."""
+        if not self.epoch:
+            return
+        missing = self._reconcile("redis_restart")
+        log.warning("told Redis again what this trainer holds; %d prompts are fed again", missing)
+
+    def _reconcile(self, reason: str) -> int:
+        book, policy = self.ledger, self.latest
+        fields = fields_of(policy) if policy else []
+        held: list[Arg] = []
+        for where, prompts in (("taken", book.taken), ("published", book.published)):
+            for p in prompts.values():
+                held += [p.id, p.attempt, p.strikes, where, p.record]
+        head: list[Arg] = [reason, book.cursor, bytes(book.committed), book.dropped, book.dead, self.config]
+        version = policy.version if policy else 0
+        try:
+            answer = self.script("reconcile", self.epoch, self.token, *head, version, len(fields) // 2, *fields, *held)
+            self._passes(answer[0])
+            stand = self.standing()
+            missing = [int(i) for i in np.flatnonzero(stand.places() == 0)]
+            for start in range(0, len(missing), 1000):
+                self.fenced("missing", *missing[start : start + 1000])
+        except (RedisError, _Older) as error:
+            if isinstance(error, RedisError) and not passing(error):
+                raise
+            time.sleep(0.1)
+            if not isinstance(error, (_Older, Restarted)):
+                Outage(error, self.patience).wait(self.client)
+            self.seen.restarted = False
+            return self._reconcile(reason)
+        return len(missing)

@@ -1,0 +1,241 @@
+"""The broker's verbs for workers, asynchronous: lease, push, hand back, drop, and staying alive.
+
+One outage is waited out by everyone who meets it; afterwards `suspect` is set, and the worker compares what Redis
+says it holds with what it holds (`mine`): a lost reply to `lease` leaves entries that nobody works on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+
+from pipeline.config import Agreed
+from pipeline.connect import Outage, Seen, connect_async, passing
+from pipeline.keys import GROUP, Keys
+from pipeline.replies import policy_of
+from pipeline.scripts import Arg, load
+from pipeline.types import Policy, Prompt
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def new_worker_id() -> str:
+    """host-pid-uuid: new at each start of a process."""
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A prompt this worker holds until it pushes, drops or hands it back."""
+
+    prompt: Prompt
+    stream: str
+    "retry or fresh"
+    entry: str
+    "stream id: the lease's identity; a prompt that went round again has another"
+
+
+@dataclass(frozen=True)
+class Leased:
+    """Answer to `lease`."""
+
+    leases: list[Lease]
+    version: int | None
+    "current weight version, read at the same instant"
+    room: int
+    "groups that could still be leased"
+    why: str
+    "empty, or why there is nothing: status of the run, paused, reaped, ..."
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """Answer to `heartbeat`."""
+
+    known: bool
+    "False: declared dead; what was held belongs to others now"
+    status: str
+    paused: bool
+    version: int | None
+
+
+def _fields(flat: Sequence[bytes]) -> dict[str, str]:
+    return {flat[i].decode(): flat[i + 1].decode() for i in range(0, len(flat), 2)}
+
+
+def _lease(stream: str, entry: bytes, fields: dict[str, str]) -> Lease:
+    prompt = Prompt(int(fields["id"]), int(fields["attempt"]), int(fields["strikes"]), fields["prompt"])
+    return Lease(prompt, stream, entry.decode())
+
+
+def _version(raw: bytes) -> int | None:
+    return int(raw) if raw.isdigit() else None
+
+
+class WorkerBroker:
+    """One worker's verbs; all may be called concurrently."""
+
+    def __init__(self, url: str, keys: Keys, worker: str, patience: float = 300.0) -> None:
+        self.keys = keys
+        self.worker = worker
+        self.patience = patience
+        self.seen = Seen()
+        self.client = connect_async(url, f"millpond:{keys.run}:worker", self.seen)
+        self.suspect = False
+        "an outage has passed: compare `mine` with what is held"
+
+    async def script(self, name: str, *args: Arg) -> Any:
+        script = load(name)
+        call = script.call(self.keys, *args)
+        try:
+            return await self.client.execute_command("EVALSHA", script.sha, *call)
+        except NoScriptError:
+            return await self.client.execute_command("EVAL", script.text, *call)
+
+    async def patiently(self, verb: Callable[[], Awaitable[T]]) -> T:
+        """The verb, sent again after each outage; for verbs that may be repeated."""
+        while True:
+            try:
+                return await verb()
+            except RedisError as error:
+                if not passing(error):
+                    raise
+                await self.outage(error)
+
+    async def outage(self, error: Exception) -> None:
+        await Outage(error, self.patience).wait_async(self.client)
+        self.seen.restarted = False
+        self.suspect = True
+
+    # -- being a worker
+
+    async def register(self, info: dict[str, Any]) -> None:
+        await self.patiently(lambda: self.script("register", self.worker, json.dumps(info)))
+
+    async def heartbeat(self, info: dict[str, Any], spare: int) -> Pulse:
+        """Alive; `info` is for people, `spare` counts finished samples of groups that are not finished."""
+        r = await self.patiently(lambda: self.script("heartbeat", self.worker, json.dumps(info), spare))
+        if r[0] == b"reaped":
+            return Pulse(False, "", False, None)
+        return Pulse(True, r[1].decode(), bool(r[2]), _version(r[3]))
+
+    async def leave(self) -> bool:
+        """Gone for good; False where entries are still held (the reaper will find them)."""
+        return bool(await self.patiently(lambda: self.script("leave", self.worker)))
+
+    async def reap(self) -> list[str]:
+        return [w.decode() for w in await self.patiently(lambda: self.script("reap"))]
+
+    async def fail(self, trace: str, what: str) -> None:
+        """This worker met a bug that will not heal: the trainer raises it before it takes another group."""
+        epoch = await self.patiently(lambda: self.client.hget(self.keys["state"], "epoch"))
+        alarm = json.dumps({"kind": "failed", "worker": self.worker, "what": what, "trace": trace[-20_000:]})
+        entry: Any = {"worker": self.worker, "epoch": epoch or b"0", "what": what, "trace": trace[-20_000:]}
+
+        async def send() -> None:
+            pipe = self.client.pipeline(transaction=True)
+            pipe.xadd(self.keys["errors"], entry, maxlen=1000)
+            pipe.rpush(self.keys["alarm"], alarm)
+            await pipe.execute()
+
+        await self.patiently(send)
+
+    async def agreed(self) -> Agreed | None:
+        """What all workers agree on; None before a trainer has written it."""
+        text: Any = await self.patiently(lambda: self.client.get(self.keys["config"]))
+        return Agreed.model_validate_json(text) if text else None
+
+    async def policy(self) -> Policy | None:
+        raw: Any = await self.patiently(lambda: self.client.hgetall(self.keys["weights"]))
+        return policy_of(raw)
+
+    # -- prompts
+
+    async def lease(self, want: int, spare: int) -> Leased:
+        """Up to `want` prompts, as far as there is room. After an outage: none, and `suspect` is set."""
+        try:
+            r = await self.script("lease", self.worker, want, spare)
+        except RedisError as error:
+            if not passing(error):
+                raise
+            await self.outage(error)
+            return Leased([], None, 0, "outage")
+        if r[0] != b"ok":
+            return Leased([], None, 0, r[0].decode() if len(r) == 1 else r[1].decode())
+        leases = [_lease(stream.decode(), entry, _fields(flat)) for stream, entry, flat in r[3]]
+        return Leased(leases, _version(r[1]), int(r[2]), "")
+
+    async def mine(self) -> list[Lease]:
+        """All that Redis says this worker holds."""
+        found: list[Lease] = []
+        for stream, name in (("retry", "prompts:retry"), ("fresh", "prompts")):
+            key = self.keys[name]
+            try:
+                reply: Any = await self.patiently(
+                    lambda key=key: self.client.xreadgroup(GROUP, self.worker, {key: "0"})  # type: ignore[misc]
+                )
+            except ResponseError as error:
+                if "NOGROUP" not in str(error):
+                    raise
+                await self.register({})
+                continue
+            entries = next(iter(reply.values()))[0] if isinstance(reply, dict) and reply else reply and reply[0][1]
+            for entry, fields in entries or []:
+                if fields:
+                    found.append(_lease(stream, entry, {k.decode(): v.decode() for k, v in fields.items()}))
+                else:
+                    await self.client.xack(key, GROUP, entry)
+        return found
+
+    async def push(self, lease: Lease, message: bytes) -> str:
+        """'pushed', 'full' (try again later) or 'lost' (the prompt belongs to another round now)."""
+        script = load("push")
+        call = script.call(
+            self.keys, lease.stream, lease.entry, self.worker, lease.prompt.id, lease.prompt.attempt, len(message)
+        )
+
+        async def send() -> str:
+            pipe = self.client.pipeline(transaction=True)
+            pipe.rpush(self.keys["groups"], message)
+            pipe.execute_command("EVAL", script.text, *call)
+            answer: bytes = (await pipe.execute())[1]
+            return answer.decode()
+
+        return await self.patiently(send)
+
+    async def hand_back(self, leases: Sequence[Lease], reason: str, fault: str = "none") -> int:
+        """Round again; `fault` as in scripts/_again.lua: none, strike, bury (dead-lettered) or drop (reason)."""
+        if not leases:
+            return 0
+        flat: list[Arg] = [x for lease in leases for x in (lease.stream, lease.entry)]
+        return int(await self.patiently(lambda: self.script("hand_back", self.worker, reason, fault, *flat)))
+
+    async def drop(self, lease: Lease, reason: str) -> int:
+        """Ended under a reason (a filter's): never recycled; its place is free at once."""
+        return await self.hand_back([lease], reason, "drop")
+
+    async def wakes(self) -> AsyncIterator[str]:
+        """What is announced on `wake`, for ever; a broken subscription is made anew."""
+        while True:
+            async with self.client.pubsub() as channel:
+                try:
+                    await channel.subscribe(self.keys["wake"])
+                    async for message in channel.listen():
+                        if message["type"] == "message":
+                            yield message["data"].decode()
+                except RedisError as error:
+                    if not passing(error):
+                        raise
+                    await self.outage(error)
+
+    async def close(self) -> None:
+        await self.client.aclose()

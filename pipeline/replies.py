@@ -1,0 +1,119 @@
+"""What scripts answer, as records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipeline.scripts import Arg
+from pipeline.types import Policy
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where every prompt stands, at one instant."""
+
+    feed: int
+    committed: bytes
+    dropped: bytes
+    dead: bytes
+    waiting: list[int]
+    "ids in the streams: waiting or leased"
+    open: list[int]
+    unsettled: dict[int, int]
+    "id -> push number"
+    refeed: list[int]
+    popped: int
+    "push number up to which groups have left the list"
+    queued: int
+    pending: int
+    "how many of `waiting` are leased"
+
+    def places(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """uint8 [feed]: in how many places each prompt stands; all ones when nothing is lost or doubled."""
+        count = np.zeros(self.feed, dtype=np.uint8)
+        for bits in (self.committed, self.dropped, self.dead):
+            ones = np.unpackbits(np.frombuffer(bits, dtype=np.uint8))[: self.feed]
+            count[: len(ones)] += ones
+        for ids in (self.waiting, self.open, self.refeed):
+            np.add.at(count, np.array([i for i in ids if i < self.feed], dtype=np.int64), 1)
+        return count
+
+    @classmethod
+    def of(cls, r: Any) -> Standing:
+        """From the reply of snapshot.lua."""
+        pairs = [int(x) for x in r[6]]
+        return cls(
+            feed=int(r[0]),
+            committed=r[1],
+            dropped=r[2],
+            dead=r[3],
+            waiting=[int(x) for x in r[4]],
+            open=[int(x) for x in r[5]],
+            unsettled=dict(zip(pairs[::2], pairs[1::2], strict=True)),
+            refeed=[int(x) for x in r[7]],
+            popped=int(r[8]),
+            queued=int(r[9]),
+            pending=int(r[10]),
+        )
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What `check` found, at one instant."""
+
+    lost: list[int]
+    foreign: list[int]
+    "held by us, but not open in Redis under that attempt: not ours to train on"
+    waiting: int
+    "entries in both streams"
+    queued: int
+    refeed: int
+    feed: int
+    feed_total: int | None
+
+    @property
+    def exhausted(self) -> bool:
+        """The feeder is done, and nothing waits, is in flight or queued."""
+        fed = self.feed_total is not None and self.feed >= self.feed_total
+        return fed and self.waiting == self.queued == self.refeed == 0
+
+    @classmethod
+    def of(cls, r: Any) -> Checked:
+        """From the reply of check.lua, without the fence."""
+        return cls(
+            lost=[int(x) for x in r[0]],
+            foreign=[int(x) for x in r[1]],
+            waiting=int(r[2]),
+            queued=int(r[3]),
+            refeed=int(r[4]),
+            feed=int(r[5]),
+            feed_total=int(r[6]) if r[6] else None,
+        )
+
+
+def policy_of(raw: dict[bytes, bytes]) -> Policy | None:
+    """The `weights` hash as a record; None where nothing was published."""
+    if not raw:
+        return None
+    f = {k.decode(): v.decode() for k, v in raw.items()}
+    lineage = tuple((int(a), int(b)) for a, b in (x.split(":") for x in f["lineage"].split()))
+    return Policy(int(f["version"]), f["path"], f["format"], f["digest"], int(f["step"]), float(f["time"]), lineage)
+
+
+def fields_of(policy: Policy) -> list[Arg]:
+    """The `weights` hash of a record, flat, without the version."""
+    restored = "" if policy.restored_from is None else policy.restored_from
+    lineage = " ".join(f"{n}:{r}" for n, r in policy.lineage)
+    values = (
+        ("path", policy.path),
+        ("format", policy.format),
+        ("digest", policy.digest),
+        ("step", policy.step),
+        ("time", policy.time),
+        ("lineage", lineage),
+        ("restored_from", restored),
+    )
+    return [x for pair in values for x in pair]

@@ -1,0 +1,27 @@
+-- One more round for a prompt, or its end. fault: 'none', 'strike' (its own fault), 'bury' (at once) or 'drop'.
+-- Frees before it is called, so it works at maxmemory. Answers true when the prompt waits again.
+local function again(p, reason, fault, limit)
+  if done(p.id) then
+    redis.call('HINCRBY', counters, 'refused:double', 1)
+    return false
+  end
+  if fault == 'drop' then
+    redis.call('SETBIT', done_dropped, p.id, 1)
+    redis.call('HINCRBY', counters, 'dropped:' .. reason, 1)
+    return false
+  end
+  local strikes = tonumber(p.strikes)
+  if fault ~= 'none' then
+    strikes = strikes + 1
+    redis.call('HINCRBY', counters, 'strikes:' .. reason, 1)
+  end
+  if fault == 'bury' or (fault == 'strike' and strikes >= limit) then
+    redis.call('SETBIT', done_dead, p.id, 1)
+    redis.call('HINCRBY', counters, 'dead:' .. reason, 1)
+    redis.call('XADD', dead, 'MAXLEN', '~', 10000, '*', 'id', p.id, 'attempt', p.attempt, 'strikes', strikes, 'reason', reason, 'prompt', p.prompt)
+    return false
+  end
+  redis.call('XADD', prompts_retry, '*', 'id', p.id, 'attempt', p.attempt + 1, 'strikes', strikes, 'prompt', p.prompt)
+  redis.call('HINCRBY', counters, 'recycled:' .. reason, 1)
+  return true
+end

@@ -1,0 +1,65 @@
+-- keys: state feed prompts prompts:retry refeed groups open unsettled dead done:committed done:dropped done:dead counters config wake weights:version weights
+-- flags: allow-oom
+-- ARGV: epoch, token, reason, cursor to be at or above, bitmaps committed, dropped, dead of the trainer, config, version, number of weight
+-- fields, the fields, then id, attempt, strikes, 'taken' or 'published', record of each prompt the trainer holds uncommitted.
+-- Makes Redis agree with the trainer, which is the truth about what was trained: at a resume it holds nothing, after Redis came
+-- back older all that it took. Everything popped and not held goes round again. Answers {fence}.
+local known = tonumber(redis.call('HGET', state, 'epoch') or 0)
+if known > tonumber(ARGV[1]) or (known == tonumber(ARGV[1]) and redis.call('HGET', state, 'token') ~= ARGV[2]) then return {'fenced'} end
+redis.pcall('XGROUP', 'CREATE', prompts, 'generators', '0', 'MKSTREAM')
+redis.pcall('XGROUP', 'CREATE', prompts_retry, 'generators', '0', 'MKSTREAM')
+redis.call('HSET', state, 'epoch', ARGV[1], 'token', ARGV[2], 'trainer_seen', now())
+redis.call('SET', config, ARGV[8])
+
+local function merge(key, bits)
+  if #bits == 0 then return end
+  redis.call('SET', key .. ':merge', bits)
+  redis.call('BITOP', 'OR', key, key, key .. ':merge')
+  redis.call('DEL', key .. ':merge')
+end
+redis.call('DEL', done_committed)
+merge(done_committed, ARGV[5])
+merge(done_dropped, ARGV[6])
+merge(done_dead, ARGV[7])
+
+local held, last = {}, 10 + 2 * ARGV[10]
+local cursor = math.max(tonumber(redis.call('GET', feed) or 0), tonumber(ARGV[4]))
+for i = last + 1, #ARGV, 5 do
+  held[ARGV[i]] = i
+  cursor = math.max(cursor, ARGV[i] + 1)
+end
+redis.call('SET', feed, cursor)
+if tonumber(ARGV[9]) > tonumber(redis.call('GET', weights_version) or 0) then
+  redis.call('SET', weights_version, ARGV[9])
+  redis.call('HSET', weights, 'version', ARGV[9], unpack(ARGV, 11, last))
+end
+
+for _, stream in ipairs({prompts, prompts_retry}) do
+  for _, entry in ipairs(redis.call('XRANGE', stream, '-', '+')) do
+    local id = fields(entry).id
+    if held[id] or done(id) then settle(stream, entry[1]) end
+  end
+end
+for _, id in ipairs(redis.call('SMEMBERS', refeed)) do
+  if held[id] or done(id) then redis.call('SREM', refeed, id) end
+end
+
+local rules, gone = agreed(), popped()
+for _, id in ipairs(redis.call('HKEYS', open)) do
+  local number = tonumber(redis.call('ZSCORE', unsettled, id) or -1)
+  local ended = done(id)
+  if not held[id] and (ended or number <= gone) then
+    local p = opened(id)
+    p.id = id
+    redis.call('HDEL', open, id)
+    redis.call('ZREM', unsettled, id)
+    if not ended then again(p, ARGV[3], 'none', rules.max_prompt_attempts) end
+  end
+end
+for id, i in pairs(held) do
+  local number = redis.call('ZSCORE', unsettled, id) or '0'
+  redis.call('HSET', open, id, '{"attempt":' .. ARGV[i + 1] .. ',"strikes":' .. ARGV[i + 2] .. ',"push":' .. number .. ',"prompt":' .. ARGV[i + 4] .. '}')
+  if ARGV[i + 3] == 'taken' then redis.call('ZADD', unsettled, number, id) else redis.call('ZREM', unsettled, id) end
+end
+redis.call('PUBLISH', wake, 'version')
+return {'ok'}

@@ -1,0 +1,4 @@
+-- keys: groups groups:fenced
+-- Undoes what take_open may have done.
+if redis.call('EXISTS', groups_fenced) == 1 then redis.call('RENAME', groups_fenced, groups) end
+return 1
