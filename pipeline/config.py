@@ -7,13 +7,22 @@ the rules of what goes together. Section docstrings are the headings of `--help`
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+def _redis_url(value: str) -> str:
+    if not value.startswith(("redis://", "rediss://", "unix://")):
+        raise ValueError("it must start with redis://, rediss:// or unix://")
+    return value
+
+
+RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 
 
 def option(default: Any, help: str, **limits: Any) -> Any:
@@ -29,7 +38,9 @@ class Connection(Section):
 
     run: str | None = option(None, "name of the run; keys in Redis and the default folder follow from it")
     out: Path | None = option(None, "the run's folder (default runs/NAME)")
-    redis_url: str | None = option(None, "Redis to use instead of the embedded one: redis://, rediss:// or unix://")
+    redis_url: RedisUrl | None = option(
+        None, "Redis to use instead of the embedded one: redis://, rediss:// or unix://"
+    )
     redis_patience: PositiveFloat = option(300.0, "seconds to wait for a Redis that is away before giving up")
 
 
@@ -180,17 +191,17 @@ class Workers(Section):
 
 
 class FeedConfig(Connection, Data):
-    """`millpond feed`: what its help says lives in pipeline.cli."""
+    """Feeds prompts from a file to a run."""
 
     rollout_seed: int = option(42, "seed of shuffling", ge=0)
 
 
 class GenerateConfig(Connection, Engines, Rewards):
-    """A generator needs the Redis, the run's name and its engine; the rest stands in the run's `config`."""
+    """Generates and scores answers. Needs the Redis, the run's name and an engine; the rest comes with the run."""
 
 
 class TrainConfig(Connection, Rollout, Async, Rewards, Training, Refused, Takeover):
-    """The trainer writes the run's `config`."""
+    """Trains on finished groups and publishes the weights. Writes down what all workers must agree on."""
 
     hf_checkpoint: Path | None = option(None, "model and tokenizer folder in the Hugging Face layout")
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
@@ -199,15 +210,18 @@ class TrainConfig(Connection, Rollout, Async, Rewards, Training, Refused, Takeov
 
 
 class RunConfig(Connection, Server, Data, Rollout, Async, Rewards, Engines, Training, Refused, Resume, Workers):
-    """Everything."""
+    """Runs it all on this machine: a Redis, a feeder, generators and a trainer."""
 
-    ROLES: ClassVar[dict[str, type[Section]]] = {
-        "feed": FeedConfig,
-        "generate": GenerateConfig,
-        "train": TrainConfig,
-    }
     fully_async: bool = option(True, "generate while training; --no-fully-async: lock-step and on-policy")
     max_weight_staleness: int | None = option(2, "publications a group may be old when trained on", ge=0)
+
+
+ROLES: dict[str, type[Section]] = {
+    "run": RunConfig,
+    "feed": FeedConfig,
+    "generate": GenerateConfig,
+    "train": TrainConfig,
+}
 
 
 class Agreed(Rollout):

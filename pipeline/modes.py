@@ -1,0 +1,226 @@
+"""What goes together: which rollout a configuration selects, what is refused and why, what all workers must agree on.
+
+There is one mechanism. Lock-step is staleness bound 0, `--fully-async --max-weight-staleness k` is bound k, and
+`--fully-async` alone has no bound but the queue's cap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeline.code import digest
+from pipeline.config import Agreed, Engines, GenerateConfig, Rewards, Rollout, RunConfig, Section, TrainConfig
+from pipeline.errors import UsageError
+from pipeline.options import flag
+from pipeline.room import bound
+
+DRAIN = "consumers.drain.Drain"
+"What gives the trainer its groups where the user names nothing else; in both modes."
+
+RECORD_BYTES = 4096
+"What a prompt is taken to weigh in `open`, its record with it; the real size is known when prompts are read."
+
+Trained = TrainConfig | RunConfig
+
+REFUSED = {
+    "colocate": "trainer and engine would take turns on the same GPUs, so generation could not go on while training "
+    "runs; give each its own --device",
+    "partial_rollout": "requests in flight live on through a weight update anyway (--pause-generation-mode), and a "
+    "prompt that goes round again starts from its pristine record; leave the flag out",
+    "recompute_logprobs_via_prefill": "the engine's weights may have changed since it sampled a token; the "
+    "log-probabilities are those it sampled with, so leave the flag out",
+    "rollout_all_samples_process_path": "the samples of a step are never all in one place, as dropped groups stay "
+    "where they were made; use --dynamic-sampling-filter-path there, or --rollout-sample-filter-path on the batch",
+    "lora_adapters": "a weight version is one set of weights; train each adapter in a run of its own",
+    "eval_function_path": "evaluation is not part of this version; leave it out and evaluate the saved checkpoints",
+}
+"Refused in every mode, since nothing here does it."
+
+LEARNING = (
+    *("lr", "lr_warmup_iters", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "eps_clip"),
+    *("eps_clip_high", "entropy_coef", "use_tis", "tis_clip", "tis_clip_low", "use_rollout_logprobs"),
+    *("disable_grpo_std_normalization",),
+)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a configuration selects."""
+
+    rollout: str
+    "dotted path of the function that gives the trainer a step's groups"
+    evaluation: str | None
+    "dotted path of the evaluation function; None: nothing is evaluated"
+    max_staleness: int | None
+    "publications; None is unbounded"
+    tis: bool
+    "importance weights correct for tokens that other weights sampled"
+
+
+def resolve_rollout(config: Trained) -> Selection:
+    """The one place that answers this. Evaluation is settled before fully-async takes the drain, so the drain never
+    serves an evaluation. Importance sampling is on where the trainer's weights can differ from those that sampled,
+    which they also do between the batches of one publication."""
+    evaluation = config.rollout_function_path if config.eval_function_path is None else config.eval_function_path
+    own = None if config.fully_async else config.rollout_function_path
+    staleness = config.max_weight_staleness if config.fully_async else 0
+    differs = staleness != 0 or config.update_weights_interval > 1
+    tis = differs and not config.use_rollout_logprobs if config.use_tis is None else config.use_tis
+    return Selection(DRAIN if own is None else own, evaluation, staleness, tis)
+
+
+def check(config: Section) -> list[str]:
+    """Warnings; raises UsageError with a sentence for each thing that cannot work."""
+    refusals = [*_idle_flags(config)]
+    if isinstance(config, TrainConfig | RunConfig):
+        refusals += [*_refused(config), *_modes(config), *_training(config), *_going_on(config)]
+    if isinstance(config, GenerateConfig | RunConfig) and config.rm_type is None and config.custom_rm_path is None:
+        refusals.append("no reward: choose one with --rm-type or --custom-rm-path")
+    if refusals:
+        raise UsageError("\n".join(refusals))
+    return [*_warnings(config)] if isinstance(config, TrainConfig | RunConfig) else []
+
+
+def idle(config: Section) -> dict[str, str]:
+    """Fields that do nothing in the mode of `config`, each with why. Setting one is an error."""
+    rules: list[tuple[bool, str, tuple[str, ...]]] = []
+    if isinstance(config, TrainConfig | RunConfig):
+        rules += _idle_training(config)
+    if isinstance(config, RunConfig):
+        rules.append((config.redis_url is not None, "--redis-url names a server of your own", ("redis_durability",)))
+    if isinstance(config, Engines):
+        echo = ("echo_latency", "echo_response_len", "echo_failure_rate", "echo_abort_rate")
+        rules.append((config.engine != "echo", "it belongs to --engine echo", echo))
+    if isinstance(config, Rewards):
+        rules.append((config.custom_rm_path is not None, "--custom-rm-path takes its place", ("rm_type",)))
+        rules.append((config.custom_rm_path is None, "only a --custom-rm-path scores whole groups", ("group_rm",)))
+    return {name: why for holds, why, names in rules if holds for name in names}
+
+
+def _idle_training(config: Trained) -> list[tuple[bool, str, tuple[str, ...]]]:
+    lock_step = "without --fully-async a run is lock-step and on-policy"
+    return [
+        (not config.fully_async, f"{lock_step}; add --fully-async or leave the bound out", ("max_weight_staleness",)),
+        (not config.fully_async, f"{lock_step}: no request meets a weight update", ("pause_generation_mode",)),
+        (config.queue_capacity is not None, "--queue-capacity overrides it", ("async_data_buffer_capacity_factor",)),
+        (not resolve_rollout(config).tis, "truncated importance sampling is off", ("tis_clip", "tis_clip_low")),
+        (config.train_backend != "echo", "it belongs to --train-backend echo", ("echo_train_seconds",)),
+        (config.train_backend == "echo", "--train-backend echo trains nothing", LEARNING),
+        (config.save_interval == 0, "--save-interval 0 saves no checkpoints", ("save_keep",)),
+        (config.num_epoch is None, "without --num-epoch the data has no last batch", ("drop_last",)),
+    ]
+
+
+def _idle_flags(config: Section) -> Iterator[str]:
+    for name, why in idle(config).items():
+        value = getattr(config, name)
+        if name in config.model_fields_set and value is not None and value is not False:
+            yield f"{flag(name)} does nothing here: {why}"
+
+
+def _refused(config: Trained) -> Iterator[str]:
+    for name, why in REFUSED.items():
+        if getattr(config, name) != type(config).model_fields[name].default:
+            yield f"{flag(name)} is refused: {why}"
+
+
+def _modes(config: Trained) -> Iterator[str]:
+    if config.fully_async and config.rollout_function_path is not None:
+        yield (
+            f"--rollout-function-path {config.rollout_function_path} brings its own loop, and under --fully-async the "
+            "workers generate all the time; use --no-fully-async, or leave the function out"
+        )
+    if config.fully_async and config.pause_generation_mode == "abort":
+        yield (
+            "--pause-generation-mode abort would throw away what is in flight at each weight update, which under "
+            "--fully-async is most of the work; use retract or in_place"
+        )
+    for name, whole in (("rollout_top_p", 1), ("rollout_top_k", -1)):
+        if getattr(config, name) != whole:
+            yield (
+                f"{flag(name)} {getattr(config, name)}: the trainer computes probabilities over the whole vocabulary, "
+                f"so those of a cut-off distribution would be wrong; use {whole}, or lower --rollout-temperature"
+            )
+    try:
+        _bound(config)
+    except UsageError as error:
+        yield str(error)
+
+
+def _training(config: Trained) -> Iterator[str]:
+    samples = config.rollout_batch_size * config.n_samples_per_prompt
+    if config.global_batch_size is not None and config.global_batch_size > samples:
+        yield (
+            f"--global-batch-size {config.global_batch_size} is more than the {samples} samples of a step "
+            f"(--rollout-batch-size {config.rollout_batch_size} x --n-samples-per-prompt {config.n_samples_per_prompt})"
+        )
+    if config.use_tis and config.use_rollout_logprobs:
+        yield "--use-tis and --use-rollout-logprobs both correct for the same difference; use one"
+    if config.tis_clip_low > config.tis_clip:
+        yield f"--tis-clip-low {config.tis_clip_low} is above --tis-clip {config.tis_clip}"
+    if config.num_rollout is None and config.num_epoch is None:
+        yield "no end: give the training steps with --num-rollout, or passes over the prompts with --num-epoch"
+
+
+def _going_on(config: Trained) -> Iterator[str]:
+    if config.resume and config.save_interval == 0:
+        yield (
+            "--resume needs checkpoints, and with --save-interval 0 there are none: groups count as trained when their "
+            "weights are published. Start a new run, from the last weights if you like (--hf-checkpoint)"
+        )
+    if isinstance(config, TrainConfig) and config.take_over and config.wait:
+        yield "--take-over goes ahead at once and --wait waits for the other trainer; use one"
+
+
+def _warnings(config: Trained) -> Iterator[str]:
+    selection = resolve_rollout(config)
+    if selection.max_staleness is None:
+        yield (
+            "staleness is unbounded: groups may be as old as the queue lets them get; "
+            "--max-weight-staleness 2 bounds it at admission"
+        )
+    if selection.max_staleness != 0 and not selection.tis and not config.use_rollout_logprobs:
+        yield "groups may be stale and nothing corrects for it; --use-tis does"
+    size = open_prompts(config) * RECORD_BYTES
+    if size > config.queue_max_bytes:
+        yield (
+            f"--save-interval {config.save_interval} x --rollout-batch-size {config.rollout_batch_size} keeps up to "
+            f"{open_prompts(config)} prompts in Redis until a checkpoint has them, about {size >> 20} MiB, more than "
+            f"--queue-max-bytes {config.queue_max_bytes}; save more often, or make sure that Redis has the memory"
+        )
+
+
+def _queue_capacity(config: Trained) -> int:
+    by_factor = max(1, int(config.async_data_buffer_capacity_factor * config.rollout_batch_size))
+    return by_factor if config.queue_capacity is None else config.queue_capacity
+
+
+def _bound(config: Trained) -> int:
+    staleness = resolve_rollout(config).max_staleness
+    return bound(staleness, config.rollout_batch_size, config.update_weights_interval, _queue_capacity(config))
+
+
+def open_prompts(config: Trained) -> int:
+    """Prompts that `open` holds at most: pushed, and not yet in a checkpoint."""
+    return config.save_interval * config.rollout_batch_size + _bound(config)
+
+
+def agreed(config: Trained) -> Agreed:
+    """What the trainer writes to the key `config`; `config` has passed `check`."""
+    unused = idle(config)
+    named = {name: getattr(config, name) for name in ("custom_rm_path", "rm_type", "dynamic_sampling_filter_path")}
+    samples = config.async_max_concurrent_samples
+    return Agreed(
+        **{name: getattr(config, name) for name in Rollout.model_fields},
+        group_rm=config.group_rm,
+        code={name: digest(path) for name, path in named.items() if path is not None and name not in unused},
+        bound=_bound(config),
+        in_flight=config.rollout_batch_size if samples is None else max(1, samples // config.n_samples_per_prompt),
+        max_weight_staleness=resolve_rollout(config).max_staleness,
+        queue_capacity=_queue_capacity(config),
+        queue_max_bytes=config.queue_max_bytes,
+        max_group_bytes=config.max_group_bytes,
+        rollout_submission_granularity=config.rollout_submission_granularity,
+        pause_generation_mode="in_place" if config.pause_generation_mode == "in_place" else "retract",
+    )

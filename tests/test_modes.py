@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pipeline.code import digest
+from pipeline.config import GenerateConfig, RunConfig, Section, TrainConfig
+from pipeline.errors import UsageError
+from pipeline.modes import DRAIN, agreed, check, idle, open_prompts, resolve_rollout
+
+Build = Callable[..., TrainConfig]
+
+
+def train(**values: object) -> TrainConfig:
+    return TrainConfig(**{"num_rollout": 3, **values})
+
+
+def run(**values: object) -> RunConfig:
+    return RunConfig(**{"num_rollout": 3, "rm_type": "exact", **values})
+
+
+def refusal(config: Section) -> str:
+    with pytest.raises(UsageError) as caught:
+        check(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+ASYNC = {"fully_async": True, "max_weight_staleness": 2}
+
+
+def test_neither_flag_is_lock_step() -> None:
+    config = train()
+    assert check(config) == []
+    assert resolve_rollout(config).max_staleness == 0
+    assert agreed(config).bound == 32
+
+
+@pytest.mark.parametrize(("staleness", "bound"), [(0, 32), (1, 64), (3, 128)])
+def test_fully_async_with_a_bound_lets_that_many_batches_wait(staleness: int, bound: int) -> None:
+    config = train(fully_async=True, max_weight_staleness=staleness)
+    assert check(config) == []
+    assert resolve_rollout(config).max_staleness == staleness
+    assert (agreed(config).bound, agreed(config).max_weight_staleness) == (bound, staleness)
+
+
+def test_fully_async_alone_is_unbounded_and_says_so() -> None:
+    config = train(fully_async=True, queue_capacity=50)
+    assert [text.partition(":")[0] for text in check(config)] == ["staleness is unbounded"]
+    assert (agreed(config).bound, agreed(config).max_weight_staleness) == (50, None)
+
+
+def test_run_is_fully_async_with_a_bound_of_two() -> None:
+    assert check(run()) == []
+    assert resolve_rollout(run()).max_staleness == 2
+
+
+def test_run_without_fully_async_is_lock_step_though_its_bound_defaults_to_two() -> None:
+    config = run(fully_async=False)
+    assert check(config) == []
+    assert resolve_rollout(config).max_staleness == 0
+    assert (agreed(config).bound, agreed(config).max_weight_staleness) == (32, 0)
+
+
+@pytest.mark.parametrize("config", [train(max_weight_staleness=0), run(fully_async=False, max_weight_staleness=2)])
+def test_a_bound_without_fully_async_is_refused(config: Section) -> None:
+    assert refusal(config) == (
+        "--max-weight-staleness does nothing here: without --fully-async a run is lock-step and on-policy; "
+        "add --fully-async or leave the bound out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("colocate", True, "give each its own --device"),
+        ("partial_rollout", True, "leave the flag out"),
+        ("recompute_logprobs_via_prefill", True, "leave the flag out"),
+        ("rollout_all_samples_process_path", "my.f", "--dynamic-sampling-filter-path"),
+        ("lora_adapters", 2, "a run of its own"),
+        ("eval_function_path", "my.eval", "not part of this version"),
+    ],
+)
+@pytest.mark.parametrize("mode", [{}, ASYNC])
+def test_what_nothing_here_does_is_refused_in_every_mode(
+    mode: dict[str, object], name: str, value: object, remedy: str
+) -> None:
+    said = refusal(train(**mode, **{name: value}))
+    assert said.startswith(f"--{name.replace('_', '-')} is refused: ")
+    assert remedy in said
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (train(**ASYNC, rollout_function_path="my.loop"), "use --no-fully-async, or leave the function out"),
+        (train(**ASYNC, pause_generation_mode="abort"), "use retract or in_place"),
+        (train(pause_generation_mode="abort"), "no request meets a weight update"),
+        (train(rollout_top_p=0.9), "--rollout-top-p 0.9: "),
+        (train(rollout_top_k=40), "--rollout-top-k 40: "),
+        (train(fully_async=True, queue_capacity=31), "a queue of 31 groups can never fill"),
+        (train(fully_async=True, update_weights_interval=3), "a queue of 64 groups can never fill"),
+        (train(global_batch_size=257), "more than the 256 samples of a step"),
+        (train(**ASYNC, use_tis=True, use_rollout_logprobs=True), "use one"),
+        (train(**ASYNC, tis_clip_low=3.0), "--tis-clip-low 3.0 is above --tis-clip 2.0"),
+        (train(num_rollout=None), "--num-rollout"),
+        (run(num_rollout=None), "--num-epoch"),
+        (train(resume=True, save_interval=0), "with --save-interval 0 there are none"),
+        (train(take_over=True, wait=True), "use one"),
+        (run(rm_type=None), "no reward"),
+        (GenerateConfig(), "no reward"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_remedy(config: Section, said: str) -> None:
+    assert said in refusal(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (train(tis_clip=2.0), "tis_clip"),
+        (train(**ASYNC, use_tis=False, tis_clip_low=0.5), "tis_clip_low"),
+        (train(**ASYNC, use_rollout_logprobs=True, tis_clip=3.0), "tis_clip"),
+        (train(echo_train_seconds=1.0), "echo_train_seconds"),
+        (train(train_backend="echo", lr=0.1), "lr"),
+        (train(queue_capacity=64, async_data_buffer_capacity_factor=3.0), "async_data_buffer_capacity_factor"),
+        (train(save_interval=0, save_keep=3), "save_keep"),
+        (train(drop_last=True), "drop_last"),
+        (run(echo_latency="1"), "echo_latency"),
+        (GenerateConfig(rm_type="exact", echo_abort_rate=0.1), "echo_abort_rate"),
+        (run(custom_rm_path="my.reward"), "rm_type"),
+        (run(group_rm=True), "group_rm"),
+        (run(redis_url="redis://host", redis_durability="always"), "redis_durability"),
+    ],
+)
+def test_an_option_that_does_nothing_is_refused(config: Section, name: str) -> None:
+    assert refusal(config).startswith(f"--{name.replace('_', '-')} does nothing here: ")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        train(**ASYNC, tis_clip=3.0),
+        train(use_tis=True, tis_clip=3.0),
+        train(update_weights_interval=2, tis_clip=3.0),
+        train(train_backend="echo", echo_train_seconds=1.0),
+        train(num_epoch=1, drop_last=True),
+        train(rollout_submission_granularity="group"),
+        train(rollout_function_path="my.loop"),
+        train(global_batch_size=256),
+        run(engine="echo", echo_latency="1", redis_url="redis://host"),
+        run(rm_type=None, custom_rm_path="my.reward", group_rm=True),
+        run(**ASYNC, pause_generation_mode="in_place"),
+        GenerateConfig(rm_type="exact"),
+    ],
+)
+def test_what_works_is_let_through(config: Section) -> None:
+    assert check(config) == []
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(UsageError, match=r"(?s)--colocate.*\n.*--rollout-top-k"):
+        check(train(colocate=True, rollout_top_k=3))
+
+
+def test_stale_groups_without_a_correction_are_a_warning() -> None:
+    assert check(train(**ASYNC, use_tis=False)) == ["groups may be stale and nothing corrects for it; --use-tis does"]
+    assert check(train(**ASYNC, use_rollout_logprobs=True)) == []
+
+
+def test_importance_sampling_is_on_where_the_weights_can_differ() -> None:
+    assert not resolve_rollout(train()).tis
+    assert not resolve_rollout(train(fully_async=True, max_weight_staleness=0)).tis
+    assert resolve_rollout(train(update_weights_interval=2)).tis
+    assert resolve_rollout(train(**ASYNC)).tis
+    assert resolve_rollout(train(fully_async=True)).tis
+    assert resolve_rollout(train(use_tis=True)).tis
+    assert not resolve_rollout(train(**ASYNC, use_rollout_logprobs=True)).tis
+    assert not resolve_rollout(train(**ASYNC, use_tis=False)).tis
+
+
+def test_evaluation_is_settled_before_fully_async_takes_the_drain() -> None:
+    chosen = resolve_rollout(train(**ASYNC, rollout_function_path="my.loop"))
+    assert (chosen.rollout, chosen.evaluation) == (DRAIN, "my.loop")
+    assert resolve_rollout(train(**ASYNC)).evaluation is None
+    assert resolve_rollout(train(rollout_function_path="my.loop", eval_function_path="my.eval")).evaluation == "my.eval"
+    assert resolve_rollout(train(rollout_function_path="my.loop")).rollout == "my.loop"
+    assert resolve_rollout(train()).rollout == DRAIN
+
+
+def test_a_default_that_the_user_spells_out_counts_as_chosen() -> None:
+    assert resolve_rollout(train(rollout_function_path=DRAIN)).evaluation == DRAIN
+
+
+def test_a_long_way_between_checkpoints_is_held_against_the_byte_cap() -> None:
+    config = train(save_interval=1000, rollout_batch_size=512, queue_max_bytes=1 << 30)
+    assert open_prompts(config) == 1000 * 512 + 512
+    assert "about 2002 MiB" in check(config)[0]
+    assert check(train(save_interval=100, rollout_batch_size=512)) == []
+
+
+def test_workers_are_told_the_caps_in_groups() -> None:
+    told = agreed(train(rollout_batch_size=10, n_samples_per_prompt=4, async_data_buffer_capacity_factor=1.5))
+    assert (told.queue_capacity, told.in_flight, told.n_samples_per_prompt) == (15, 10, 4)
+    assert agreed(train(async_data_buffer_capacity_factor=0.001)).queue_capacity == 1
+    assert agreed(train(async_max_concurrent_samples=31)).in_flight == 3
+    assert agreed(train(async_max_concurrent_samples=7)).in_flight == 1
+
+
+def test_workers_are_told_which_code_they_must_have() -> None:
+    told = agreed(train(rm_type="exact", dynamic_sampling_filter_path="my.keep")).code
+    assert told == {"rm_type": digest("exact"), "dynamic_sampling_filter_path": digest("my.keep")}
+    assert agreed(train(rm_type="exact", custom_rm_path="my.reward")).code == {"custom_rm_path": digest("my.reward")}
+    assert agreed(train()).code == {}
+
+
+def test_every_rule_names_fields_that_exist() -> None:
+    for config in (train(), run(), GenerateConfig(), train(train_backend="echo", save_interval=0)):
+        assert set(idle(config)) <= set(type(config).model_fields)
