@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from pipeline.errors import GroupError
+from trainer.advantages import grpo
+
+
+def test_grpo_divides_by_the_unbiased_deviation() -> None:
+    # mean 1/2, deviation sqrt(4 * 0.25 / 3) = 0.57735
+    assert grpo([1, 0, 0, 1]) == pytest.approx([0.866024, -0.866024, -0.866024, 0.866024], abs=1e-6)
+
+
+def test_without_deviation_only_the_mean_is_taken_off() -> None:
+    assert grpo([2, 0, 1, 5], std=False).tolist() == [0, -2, -1, 3]
+
+
+def test_unscored_members_leave_the_baseline_alone_and_get_nothing() -> None:
+    # mean 2/3, deviation sqrt((1/9 + 4/9 + 1/9) / 2) = 0.57735
+    found = grpo([1, None, 0, 1])
+    assert found == pytest.approx([0.577349, 0, -1.154699, 0.577349], abs=1e-6)
+    assert found[1] == 0
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [],
+        [3.0],
+        [None] * 4,
+        [None, 0.7, None],
+        [0.0] * 8,
+        [0.1 + 0.2, 0.3, 0.3],
+        [float(np.float32(0.1)), 0.1],
+        [1e9, 1e9 + 1],
+        [-5.0, -5.0],
+    ],
+)
+@pytest.mark.parametrize("std", [True, False])
+def test_what_teaches_nothing_gives_exactly_zero(rewards: list[float | None], std: bool) -> None:
+    assert grpo(rewards, std).tolist() == [0.0] * len(rewards)
+
+
+def test_a_small_difference_that_is_no_noise_counts() -> None:
+    assert grpo([0, 1e-4]) == pytest.approx([-0.7, 0.7], abs=0.02)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_is_refused(bad: float) -> None:
+    with pytest.raises(GroupError, match="finite"):
+        grpo([1.0, bad, None])

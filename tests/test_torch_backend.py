@@ -1,0 +1,367 @@
+"""The torch backend on the project's own small model."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from trainer_groups import group, random_groups, sample, sequence
+
+from pipeline.config import TrainConfig
+from pipeline.errors import MillpondError, UsageError, WeightsError
+from pipeline.types import Group
+from trainer import demo_model
+from trainer.advantages import grpo
+from trainer.backends import build
+from trainer.backends.hf import CausalModel
+from trainer.backends.torch import TorchBackend
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "demo"
+    demo_model.make(folder, 0)
+    return folder
+
+
+def backend(checkpoint: Path, tis: bool = True, **changes: Any) -> TorchBackend:
+    settings = {"lr": 1e-3, "device": "cpu", "entropy_coef": 0.02} | changes
+    found = build(TrainConfig(hf_checkpoint=checkpoint, **settings), tis)
+    assert isinstance(found, TorchBackend)
+    return found
+
+
+def weights(trained: TorchBackend, folder: Path) -> dict[str, torch.Tensor]:
+    folder.mkdir()
+    trained.save(folder)
+    state: dict[str, torch.Tensor] = torch.load(folder / "trainer.pt", weights_only=True)["model"]
+    return state
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def plain_logprobs(model: Any, q: Any, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [R] of one sequence's answer and entropy [R], by a whole forward pass without any padding."""
+    ids = torch.from_numpy(np.concatenate((q.prompt_tokens, q.tokens))).long()
+    logs = (model(input_ids=ids[None]).logits[0].float() / temperature).log_softmax(-1)
+    start = len(q.prompt_tokens)
+    logs = logs[start - 1 : -1]
+    return logs.gather(1, ids[start:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+
+
+def by_hand(checkpoint: Path, groups: list[Group]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and weights after one on-policy step with TIS, row by row."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    total, count = torch.zeros(()), 0
+    for g in groups:
+        for one, advantage in zip(g.samples, grpo([s.reward for s in g.samples]), strict=True):
+            (q,) = one.sequences
+            logprobs, entropy = plain_logprobs(model, q)
+            weight = (logprobs.detach() - torch.from_numpy(q.logprobs)).exp().clamp(0, 2)
+            ratio = (logprobs - logprobs.detach()).exp()
+            total = total + (-ratio * float(advantage) * weight - 0.02 * entropy).sum()
+            count += len(q.tokens)
+    loss = total / count
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return float(loss.detach()), {name: p.detach() for name, p in model.state_dict().items()}
+
+
+def test_a_step_is_the_one_worked_out_row_by_row(checkpoint: Path, tmp_path: Path) -> None:
+    groups = random_groups(4, 4)
+    loss, expected = by_hand(checkpoint, groups)
+    trained = backend(checkpoint)
+    metrics = trained.train(groups, 0)
+    assert metrics["train/loss"] == pytest.approx(loss, abs=1e-6)
+    # Adam's first step is lr * sign(gradient): where a gradient is nothing but rounding its sign may differ
+    moved = weights(trained, tmp_path / "w")
+    far = sum(int(((moved[name] - expected[name]).abs() > 1e-5).sum()) for name in moved)
+    assert far < 1e-3 * sum(t.numel() for t in moved.values())
+
+
+def test_the_gradient_does_not_depend_on_the_split_into_microbatches(checkpoint: Path, tmp_path: Path) -> None:
+    groups = random_groups(6, 4)
+    # A large epsilon makes Adam's first step proportional to the gradient
+    whole, split = (backend(checkpoint, adam_eps=1.0, lr=1.0, max_tokens_per_gpu=n) for n in (16384, 20))
+    one, other = whole.train(groups, 0), split.train(groups, 0)
+    assert other == pytest.approx(one, abs=1e-6)
+    assert one["train/grad_norm"] > 0.01
+    assert distance(weights(whole, tmp_path / "a"), weights(split, tmp_path / "b")) < 1e-6
+
+
+def test_shuffled_groups_change_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    groups = random_groups(6, 4)
+    one, other = (backend(checkpoint, global_batch_size=10) for _ in range(2))
+    assert one.train(groups, 0) == other.train([groups[i] for i in (3, 0, 5, 1, 4, 2)], 0)
+    assert same(weights(one, tmp_path / "a"), weights(other, tmp_path / "b"))
+
+
+def test_the_figures_say_how_far_the_sampler_is_away(checkpoint: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    bare = random_groups(3, 4)
+    with torch.no_grad():
+        members = [
+            [
+                sample(s.index, s.reward, q.__class__(q.prompt_tokens, q.tokens, lp.numpy() - shift, q.loss_mask, ()))
+                for s in g.samples
+                for q in s.sequences
+                for lp in [plain_logprobs(model, q, 0.7)[0]]
+            ]
+            for g in bare
+            for shift in [np.float32(0.0 if g.prompt.id else math.log(3.0))]
+        ]
+    exact = [group(i, *m) for i, m in enumerate(members) if i]
+    metrics = backend(checkpoint, rollout_temperature=0.7).train(exact, 0)
+    assert metrics["train/train_rollout_logprob_abs_diff"] < 1e-5
+    assert metrics["train/tis"] == pytest.approx(1, abs=1e-5)
+    assert metrics["train/tis_clipfrac"] == 0
+    metrics = backend(checkpoint, rollout_temperature=0.7).train([group(0, *members[0])], 0)
+    assert metrics["train/train_rollout_logprob_abs_diff"] == pytest.approx(math.log(3.0), abs=1e-5)
+    assert metrics["train/tis"] == pytest.approx(3.0, abs=1e-4)
+    assert metrics["train/tis_clipfrac"] == 1
+
+
+def test_with_rollout_logprobs_as_the_old_policy_the_clip_acts_and_tis_does_not(checkpoint: Path) -> None:
+    metrics = backend(checkpoint, use_rollout_logprobs=True).train(random_groups(6, 4), 0)
+    assert metrics["train/pg_clipfrac"] > 0.1
+    assert metrics["train/train_rollout_logprob_abs_diff"] > 0.1
+    assert "train/tis" not in metrics
+
+
+def test_later_minibatches_are_measured_against_the_weights_before_the_step(checkpoint: Path) -> None:
+    groups = random_groups(6, 4)
+    assert backend(checkpoint, lr=1e-2).train(groups, 0)["train/ppo_kl"] == 0
+    several = backend(checkpoint, lr=1e-2, global_batch_size=6).train(groups, 0)
+    assert abs(several["train/ppo_kl"]) > 1e-4
+    assert several["train/pg_clipfrac"] > 0
+
+
+def test_the_learning_rate_warms_up_by_optimizer_steps(checkpoint: Path) -> None:
+    trained = backend(checkpoint, lr_warmup_iters=4, global_batch_size=8)
+    rates = [trained.train(random_groups(4, 4), step)["train/lr"] for step in range(3)]
+    assert rates == pytest.approx([0.25e-3, 0.75e-3, 1e-3])
+
+
+def masked(reason: str) -> list[Group]:
+    q, empty = sequence([3, 4], [5, 6]), sequence([3, 4], [])
+    members = {
+        "empty": [sample(0, 1.0, empty), sample(1, 0.0, empty)],
+        "removed": [sample(i, float(i), q, metadata={"remove_sample": True}) for i in range(2)],
+        "unscored": [sample(i, None, q) for i in range(2)],
+        "loss mask": [sample(i, float(i), sequence([3, 4], [5, 6], mask=[0, 0])) for i in range(2)],
+    }
+    return [group(0, *members[reason])]
+
+
+@pytest.mark.parametrize("reason", ["empty", "removed", "unscored", "loss mask"])
+def test_a_masked_batch_moves_no_weight_by_a_bit(
+    checkpoint: Path, tmp_path: Path, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = backend(checkpoint, weight_decay=0.1)
+    trained.train(random_groups(2, 4), 0)  # from here on Adam has momentum
+    before = weights(trained, tmp_path / "before")
+    with caplog.at_level(logging.WARNING):
+        metrics = trained.train(masked(reason), 1)
+    assert same(before, weights(trained, tmp_path / "after"))
+    assert metrics["train/loss"] == metrics["train/grad_norm"] == metrics["train/skipped"] == 0
+    assert metrics["train/masked_samples"] == 2
+    assert "masked" in caplog.text
+
+
+def test_equal_rewards_move_no_weight_unless_entropy_is_asked_for(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    q = sequence([3, 4], [5, 6])
+    equal = [group(i, *(sample(j, 0.25 * i, q) for j in range(3))) for i in range(2)]
+    for coefficient, stays in ((0.0, True), (0.02, False)):
+        trained = backend(checkpoint, weight_decay=0.1, entropy_coef=coefficient)
+        trained.train(random_groups(2, 4), 0)
+        before = weights(trained, tmp_path / f"before {stays}")
+        metrics = trained.train(equal, 1)
+        assert same(before, weights(trained, tmp_path / f"after {stays}")) == stays
+        assert metrics["train/entropy"] > 1
+    assert caplog.text.count("all advantages are 0") == 1
+
+
+def test_an_empty_batch_changes_nothing(checkpoint: Path) -> None:
+    metrics = backend(checkpoint).train([], 0)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def broken(id: int = 0) -> Group:
+    """The codec lets no such log-probabilities in; here they stand for any overflow."""
+    return group(id, *(sample(i, float(i), sequence([3, 4], [5, 6], logprob=math.nan)) for i in range(2)))
+
+
+def test_a_loss_that_is_not_finite_is_skipped_and_counted(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = backend(checkpoint)
+    trained.train(random_groups(2, 4), 0)
+    before = weights(trained, tmp_path / "before")
+    metrics = trained.train([broken()], 1)
+    assert same(before, weights(trained, tmp_path / "after"))
+    assert metrics["train/skipped"] == 1
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert "not finite" in caplog.text
+
+
+def test_a_skipped_minibatch_leaves_the_others_figures_alone(checkpoint: Path) -> None:
+    good = random_groups(1, 4)
+    metrics = backend(checkpoint, global_batch_size=1).train([*good, broken(1)], 0)
+    alone = backend(checkpoint, global_batch_size=1).train(good, 0)
+    assert metrics["train/skipped"] == 2
+    for name in ("train/train_rollout_logprob_abs_diff", "train/tis"):
+        assert metrics[name] == pytest.approx(alone[name], abs=1e-6)
+
+
+def test_the_third_loss_in_a_row_that_is_not_finite_ends_the_run(checkpoint: Path) -> None:
+    trained = backend(checkpoint)
+    for step in range(2):
+        trained.train([broken()], step)
+    trained.train(random_groups(2, 4), 2)
+    for step in range(2):
+        trained.train([broken()], step)
+    with pytest.raises(MillpondError, match="3 times in a row"):
+        trained.train([broken()], 5)
+
+
+def test_a_restored_trainer_makes_the_same_next_step(checkpoint: Path, tmp_path: Path) -> None:
+    first = backend(checkpoint, global_batch_size=6, lr_warmup_iters=10)
+    for step in range(2):
+        first.train(random_groups(4, 4, seed=step), step)
+    (tmp_path / "saved").mkdir()
+    first.save(tmp_path / "saved")
+    second = backend(checkpoint, global_batch_size=6, lr_warmup_iters=10, seed=1234)
+    second.load(tmp_path / "saved")
+    groups = random_groups(4, 4, seed=9)
+    assert first.train(groups, 2) == second.train(groups, 2)
+    assert same(weights(first, tmp_path / "a"), weights(second, tmp_path / "b"))
+
+
+def test_a_state_that_is_missing_or_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    trained = backend(checkpoint)
+    with pytest.raises(WeightsError, match=r"trainer\.pt"):
+        trained.load(tmp_path)
+    torch.save({"model": {"other": torch.zeros(1)}, "optimizer": {}, "updates": 0, "rng": []}, tmp_path / "trainer.pt")
+    with pytest.raises(WeightsError, match="other"):
+        trained.load(tmp_path)
+    (tmp_path / "trainer.pt").write_bytes(b"junk")
+    with pytest.raises(WeightsError, match=r"trainer\.pt"):
+        trained.load(tmp_path)
+
+
+def test_saved_weights_load_with_transformers_and_give_the_same_logits(checkpoint: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trained = backend(checkpoint)
+    trained.train(random_groups(2, 4), 0)
+    trained.save_weights(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert loaded.dtype == torch.float32
+    assert same(loaded.state_dict(), weights(trained, tmp_path / "w"))
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path)("A:1=").input_ids
+        == AutoTokenizer.from_pretrained(checkpoint)("A:1=").input_ids
+    )
+    assert loaded.generation_config.eos_token_id == 1
+
+
+def tiny(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of another make, with random weights large enough for its logits to differ; saved and returned."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    shape = {"vocab_size": 30, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.3}
+    if kind == "llama, tied":
+        model: Any = LlamaForCausalLM(LlamaConfig(**shape, **heads, tie_word_embeddings=True))
+    else:
+        caps = {"final_logit_softcapping": 2.0, "sliding_window": 3}
+        model = Gemma2ForCausalLM(Gemma2Config(**shape, **heads, **caps))
+    model.to(dtype).save_pretrained(folder)
+    return model.float().eval()
+
+
+@pytest.mark.parametrize("kind", ["llama, tied", "gemma, capped, sliding window"])
+def test_logits_at_chosen_positions_of_padded_rows_are_those_of_a_plain_forward_pass(kind: str, tmp_path: Path) -> None:
+    model = tiny(kind, tmp_path)
+    rows = [[3, 4, 5, 6, 7, 8, 9], [10, 11, 12]]
+    padded = torch.tensor([rows[0], rows[1] + [0] * 4])
+    with torch.no_grad():
+        found = CausalModel(tmp_path, CPU).logits(padded, torch.tensor([4, 6, 8, 9]))
+        first, second = (model(input_ids=torch.tensor([row])).logits[0] for row in rows)
+    expected = torch.stack([first[4], first[6], second[1], second[2]])
+    assert float((found - expected).abs().max()) < 1e-5
+    assert float(expected.std()) > 0.1
+
+
+def test_weights_are_published_in_the_checkpoints_dtype_and_tied_ones_once(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    for name in ("from", "to"):
+        (tmp_path / name).mkdir()
+    tiny("llama, tied", tmp_path / "from", torch.bfloat16)
+    model = CausalModel(tmp_path / "from", CPU)
+    assert {p.dtype for p in model.module.parameters()} == {torch.float32}
+    model.save(tmp_path / "to")
+    written = load_file(tmp_path / "to" / "model.safetensors")
+    assert {t.dtype for t in written.values()} == {torch.bfloat16}
+    assert same(written, load_file(tmp_path / "from" / "model.safetensors"))
+    assert AutoConfig.from_pretrained(tmp_path / "to").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_a_folder_without_a_model_is_refused_with_the_flag(tmp_path: Path, present: bool) -> None:
+    if present:
+        (tmp_path / "config.json").write_text('{"model_type": "no such thing"}')
+    with pytest.raises(UsageError, match="--hf-checkpoint"):
+        backend(tmp_path)
+
+
+def test_a_device_that_is_not_there_is_refused_with_the_flag(checkpoint: Path) -> None:
+    with pytest.raises(UsageError, match="--device"):
+        backend(checkpoint, device="nonsense")
+
+
+def test_the_demo_model_follows_its_seed_and_is_made_once(checkpoint: Path, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    for name, seed in (("same", 0), ("other", 1)):
+        demo_model.make(tmp_path / name, seed)
+    assert torch.equal(torch.get_rng_state(), before)
+    made = {p.name: p.read_bytes() for p in checkpoint.iterdir()}
+    assert made == {p.name: p.read_bytes() for p in (tmp_path / "same").iterdir()}
+    assert made["model.safetensors"] != (tmp_path / "other" / "model.safetensors").read_bytes()
+    demo_model.make(tmp_path / "other", 0)
+    assert made["model.safetensors"] != (tmp_path / "other" / "model.safetensors").read_bytes()
+
+
+def test_the_demo_tokenizer_has_one_token_a_character(checkpoint: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    ids = tokenizer("A:3907=").input_ids
+    assert len(ids) == 7
+    assert tokenizer.decode(ids) == "A:3907="
+    assert tokenizer.eos_token_id == 1

@@ -1,0 +1,85 @@
+"""A Hugging Face causal language model for training: loaded in float32, asked for few logits, saved as it came."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import UsageError
+
+COPIED = ("tokenizer*", "vocab*", "merges.txt", "*_tokens*.json", "chat_template*", "*.model", "generation_config.json")
+
+
+class CausalModel:
+    """On a GPU the forward pass runs in bfloat16, over float32 weights.
+
+    It stays in eval mode: dropout would make its probabilities other ones than the sampler's.
+    """
+
+    def __init__(self, folder: Path | None, device: torch.device) -> None:
+        """Errors: UsageError."""
+        self._folder, self.module, self._dtype = _load(folder)
+        self.module.to(device)
+        self._device = device
+        self._positions = torch.empty(0, dtype=torch.int64)
+        head = self.module.get_output_embeddings()
+        if head is None:
+            raise UsageError(f"--hf-checkpoint {folder}: {type(self.module).__name__} has no output head to train")
+        head.register_forward_pre_hook(self._keep)
+
+    def logits(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """int64 [B, T] padded on the right, int64 [N] into the flattened [B * T] -> float32 [N, V].
+
+        Only the N positions reach the output head: with a large vocabulary the logits of all would not fit. What a
+        model does to its logits after the head (scaling, capping) stays in place.
+        """
+        self._positions = positions
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+            logits: Tensor = self.module(input_ids=input_ids, use_cache=False).logits[0]
+        return logits.float()
+
+    def save(self, folder: Path) -> None:
+        """In the checkpoint's own dtype, in shards of at most 5 GB; tokenizer files go along."""
+        state = _cast(self.module.state_dict(), self._dtype)
+        self.module.save_pretrained(folder, state_dict=state, max_shard_size="5GB")
+        self.module.config.dtype = self._dtype
+        self.module.config.save_pretrained(folder)
+        for path in (p for pattern in COPIED for p in self._folder.glob(pattern) if p.is_file()):
+            shutil.copyfile(path, folder / path.name)
+
+    def _keep(self, _: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        """[B, T, H] -> [1, N, H]."""
+        return (inputs[0].flatten(0, 1).index_select(0, self._positions).unsqueeze(0),)
+
+
+def _load(folder: Path | None) -> tuple[Path, Any, torch.dtype]:
+    """Folder, model in float32, and the dtype its checkpoint has."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import logging as chatter
+
+    if folder is None or not (folder / "config.json").is_file():
+        raise UsageError(f"--hf-checkpoint {folder}: no folder with a Hugging Face model (it has no config.json)")
+    chatter.disable_progress_bar()
+    try:
+        dtype = AutoConfig.from_pretrained(folder, local_files_only=True).dtype
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--hf-checkpoint {folder}: {error}") from error
+    # Saving refuses generation configs that loading took, so the checkpoint's own file is copied instead.
+    model.generation_config = GenerationConfig()
+    return folder, model.eval(), dtype or torch.float32
+
+
+def _cast(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """On the CPU and in `dtype`; tensors that are one (tied weights) stay one, or they would be written twice."""
+    seen: dict[tuple[int, torch.Size], Tensor] = {}
+    for tensor in state.values():
+        target = dtype if tensor.is_floating_point() else tensor.dtype
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in seen:
+            seen[key] = tensor.to("cpu", target)
+    return {name: seen[tensor.data_ptr(), tensor.shape] for name, tensor in state.items()}
