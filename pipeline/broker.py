@@ -10,6 +10,7 @@ verb is sent again; what a lost reply may have left behind is found by `check`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -121,6 +122,20 @@ class Broker:
     def policy(self) -> Policy | None:
         raw: Any = self.patiently(lambda: self.client.hgetall(self.keys["weights"]))
         return policy_of(raw)
+
+    def version(self) -> int:
+        """The current weight version, 0 before the first."""
+        return self.patiently(lambda: int(self.client.get(self.keys["weights:version"]) or 0))
+
+    def counters(self) -> dict[str, int]:
+        raw: Any = self.patiently(lambda: self.client.hgetall(self.keys["counters"]))
+        return {k.decode(): int(v) for k, v in raw.items()}
+
+    def worker_versions(self) -> set[int]:
+        """Weight versions that workers have loaded or are loading."""
+        told = [json.loads(info) for info in self.patiently(lambda: self.client.hvals(self.keys["workers:info"]))]
+        found = (info.get(key) for info in told for key in ("version", "loading"))
+        return {version for version in found if isinstance(version, int)}
 
     def reap(self) -> list[str]:
         """Names of workers found dead; what they held goes round again."""

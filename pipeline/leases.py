@@ -81,6 +81,13 @@ def _version(raw: bytes) -> int | None:
     return int(raw) if raw.isdigit() else None
 
 
+def pulse_of(reply: list[bytes]) -> Pulse:
+    """From the reply of heartbeat.lua."""
+    if reply[0] == b"reaped":
+        return Pulse(False, "", False, None)
+    return Pulse(True, reply[1].decode(), bool(reply[2]), _version(reply[3]))
+
+
 class WorkerBroker:
     """One worker's verbs; all may be called concurrently."""
 
@@ -123,10 +130,7 @@ class WorkerBroker:
 
     async def heartbeat(self, info: dict[str, Any], spare: int) -> Pulse:
         """Alive; `info` is for people, `spare` counts finished samples of groups that are not finished."""
-        r = await self.patiently(lambda: self.script("heartbeat", self.worker, json.dumps(info), spare))
-        if r[0] == b"reaped":
-            return Pulse(False, "", False, None)
-        return Pulse(True, r[1].decode(), bool(r[2]), _version(r[3]))
+        return pulse_of(await self.patiently(lambda: self.script("heartbeat", self.worker, json.dumps(info), spare)))
 
     async def leave(self) -> bool:
         """Gone for good; False where entries are still held (the reaper will find them)."""

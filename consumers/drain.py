@@ -1,0 +1,232 @@
+"""The groups of one training step, or an error that says who is missing.
+
+Consumes finished groups; waits for a whole batch, a second at a time; is unblocked by a group, an alarm or the end of
+the data; produces a `Batch` whose every group is fresh enough at the moment it is handed over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from consumers.staleness import ABORTED, FRESH, FUTURE, STALE, Limit, by_verdict, statistics
+from pipeline.codec import decode
+from pipeline.errors import GroupError, MessageError, Starved, Stopped, WorkerFailed
+from pipeline.fenced import TrainerBroker
+from pipeline.replies import Checked
+from pipeline.types import Group
+
+log = logging.getLogger(__name__)
+
+WARN_AFTER = 30.0
+"Seconds without a group before the log says who is missing; again each time that many have passed."
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one training step trains on."""
+
+    groups: list[Group]
+    "sorted by prompt id; rollout_batch_size of them, fewer only at the end of the data"
+    waited: float
+    "seconds the drain took"
+    counts: dict[str, int]
+    "groups not handed over, by reason, since the last batch"
+    staleness: dict[str, float]
+    queue_size: int
+    "groups left in the list"
+    last: bool
+    "the data has ended"
+
+
+@dataclass(frozen=True)
+class DrainRules:
+    size: int
+    "groups in a batch"
+    n_samples: int
+    handler: str
+    "what becomes of stale and aborted groups: retry or drop"
+    starve_timeout: float
+    drop_last: bool
+
+
+class Drain:
+    """Takes, judges, sends round again."""
+
+    def __init__(
+        self,
+        broker: TrainerBroker,
+        rules: DrainRules,
+        stop: threading.Event,
+        sample_filter: Callable[[Sequence[Group]], list[Group]] = list,
+    ) -> None:
+        self.broker = broker
+        self.rules = rules
+        self.stop = stop
+        self.sample_filter = sample_filter
+        self.hand: dict[int, Group] = {}
+        "decoded groups that are not handed over yet"
+        self.counts: Counter[str] = Counter()
+        self.queued = 0
+
+    def batch(self, limit: Limit) -> Batch | None:
+        """The next batch; None when the data has ended and nothing is left to train on."""
+        began = self.heard = self.warned = time.monotonic()
+        while True:
+            ended = False
+            while len(self.hand) < self.rules.size and not ended:
+                if not self._take(self.rules.size - len(self.hand)):
+                    ended = self._check().exhausted
+                    if not ended:
+                        self._patience()
+            if self._judge(limit):
+                return self._hand_over(limit, began, ended)
+
+    def _hand_over(self, limit: Limit, began: float, ended: bool) -> Batch | None:
+        groups = [self.hand[id] for id in sorted(self.hand)]
+        if ended and (not groups or self.rules.drop_last):
+            self.broker.recycle([g.prompt for g in groups], "last_batch", "drop")
+            self.hand.clear()
+            return None
+        ages = [age for age in map(limit.age, groups) if age is not None]
+        counts, self.counts = dict(self.counts), Counter()
+        self.hand.clear()
+        return Batch(
+            groups=self.sample_filter(groups),
+            waited=time.monotonic() - began,
+            counts=counts,
+            staleness=statistics(ages),
+            queue_size=self.queued,
+            last=ended,
+        )
+
+    def release(self) -> None:
+        """What is in hand and will not be handed over goes round again."""
+        if self.hand:
+            self.broker.recycle([group.prompt for group in self.hand.values()], "unused")
+            self.hand.clear()
+
+    # -- taking
+
+    def _take(self, need: int) -> bool:
+        """Whether anything came."""
+        if self.stop.is_set():
+            raise Stopped("asked to stop")
+        messages, alarm = self.broker.take(need)
+        if alarm is not None:
+            raise_alarm(alarm)
+        spoiled = 0
+        for message in messages:
+            try:
+                group = decode(message)
+            except MessageError as error:
+                spoiled += 1
+                log.error("a message would not decode and is in quarantine: %s", error)
+                self.broker.quarantine(message, str(error), hashlib.sha256(message).hexdigest())
+                continue
+            self._size(group)
+            if self.broker.hold(group.prompt):
+                self.hand[group.prompt.id] = group
+            else:
+                self.counts["double"] += 1
+        if spoiled:
+            self.counts["quarantined"] += spoiled
+            self._check("quarantined", "strike")
+        if messages:
+            self.heard = time.monotonic()
+        return bool(messages)
+
+    def _size(self, group: Group) -> None:
+        if len(group.samples) != self.rules.n_samples or any(not s.sequences for s in group.samples):
+            raise GroupError(
+                f"prompt {group.prompt.id}: worker {group.worker} pushed {len(group.samples)} samples where "
+                f"--n-samples-per-prompt is {self.rules.n_samples}, or one without a sequence"
+            )
+
+    # -- judging
+
+    def _judge(self, limit: Limit) -> bool:
+        """Whether all in hand may be trained on now; what may not is sent away."""
+        held = len(self.hand)
+        for verdict, groups in by_verdict(self.hand.values(), limit).items():
+            if verdict == FRESH:
+                continue
+            self.counts[verdict] += len(groups)
+            if verdict == FUTURE:
+                log.error("groups carry versions above %d, which was never published", limit.current)
+            drops = self.rules.handler == "drop" and verdict in (STALE, ABORTED)
+            fault = "drop" if drops else "none" if verdict == FUTURE else "strike"
+            self.broker.recycle([g.prompt for g in groups], verdict, fault)
+            for group in groups:
+                del self.hand[group.prompt.id]
+        self._check()
+        return len(self.hand) == held
+
+    def _check(self, reason: str = "lost", fault: str = "none") -> Checked:
+        found = self.broker.check(reason, fault)
+        self.queued = found.queued
+        for id in found.foreign:
+            self.hand.pop(id, None)
+        self.counts["foreign"] += len(found.foreign)
+        self.counts["lost"] += len(found.lost) if reason == "lost" else 0
+        if found.lost:
+            log.warning("%d popped groups never arrived (%s); their prompts go round again", len(found.lost), reason)
+        return found
+
+    # -- waiting
+
+    def _patience(self) -> None:
+        now = time.monotonic()
+        silent = now - self.heard
+        if silent >= self.rules.starve_timeout:
+            raise Starved(f"no group for {silent:.0f} s (--starve-timeout): {missing(self.broker)}")
+        if silent >= WARN_AFTER and now - self.warned >= WARN_AFTER:
+            self.warned = now
+            log.warning("no group for %.0f s: %s", silent, missing(self.broker))
+
+
+def raise_alarm(alarm: bytes) -> None:
+    """An alarm as the error it tells of."""
+    try:
+        told = json.loads(alarm)
+        kind = told["kind"]
+    except (ValueError, KeyError, TypeError):
+        raise WorkerFailed(f"an alarm that nobody understands: {alarm[:500]!r}") from None
+    if kind == "stop":
+        raise Stopped(str(told.get("what", "asked to stop")))
+    raise WorkerFailed(f"worker {told.get('worker')} failed: {told.get('what')}\n{told.get('trace', '')}")
+
+
+def missing(broker: TrainerBroker) -> str:
+    """Who or what keeps groups from coming, from Redis alone."""
+    client: Any = broker.client
+    keys = broker.keys
+    now = client.time()[0] * 1000
+    workers: list[tuple[bytes, float]] = client.zrange(keys["workers"], 0, -1, withscores=True)
+    alive = [w for w, seen in workers if now - seen < 20_000]
+    state = broker.state()
+    facts = [
+        f"{len(alive)} live workers of {len(workers)}",
+        f"{broker.backlog()} prompts in the streams",
+        f"{client.llen(keys['groups'])} groups queued",
+        f"{client.zcard(keys['unsettled'])} unsettled",
+        f"{state.get('feed_total') or 'endless'} prompts to feed, {broker.cursor()} fed",
+    ]
+    if not workers:
+        facts.insert(0, "no generator has ever come: start `millpond generate`")
+    elif not alive:
+        last = max(seen for _, seen in workers)
+        facts.insert(0, f"all generators are silent, the last for {(now - last) / 1000:.0f} s")
+    return "; ".join(facts)
+
+
+def drain(source: Drain, limit: Limit) -> Batch | None:
+    """The rollout function of a run that brings none of its own (pipeline.modes.resolve_rollout)."""
+    return source.batch(limit)

@@ -1,0 +1,153 @@
+"""`millpond feed` and `millpond generate`: flags in, a running stage, an exit code out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator
+
+from pipeline.broker import Broker
+from pipeline.code import digest
+from pipeline.config import Agreed, FeedConfig, GenerateConfig
+from pipeline.connect import verify
+from pipeline.errors import MillpondError, Starved, UsageError
+from pipeline.flags import parse
+from pipeline.join import Place, join
+from pipeline.keys import Keys
+from pipeline.leases import Pulse, WorkerBroker, new_worker_id
+from pipeline.log import setup
+from pipeline.modes import check
+from pipeline.options import flag
+from pipeline.pulse import WorkerPulse
+from producers import engines, feeder, filters, rewards
+from producers.generator import Generator
+from producers.group import Maker
+
+log = logging.getLogger(__name__)
+
+
+def feed(argv: list[str]) -> int:
+    """Keep a run's prompt stream fed from a file."""
+    config = parse(FeedConfig, argv, os.environ, "millpond feed")
+    check(config)
+    found = join(config)
+    setup("feeder", found.folder)
+    broker = Broker(found.url, Keys(found.run), "feeder", config.redis_patience)
+    _warn(broker)
+    stop = threading.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: stop.set())
+    return feeder.main(config, broker, stop)
+
+
+def generate(argv: list[str]) -> int:
+    """Lease prompts, sample, score, push; until told to stop or the run is over."""
+    config = parse(GenerateConfig, argv, os.environ, "millpond generate")
+    check(config)
+    found = join(config)
+    setup(f"generator-{os.getpid()}", found.folder)
+    broker = Broker(found.url, Keys(found.run), "worker", config.redis_patience)
+    _warn(broker)
+    broker.close()
+    return asyncio.run(_generate(config, found))
+
+
+def _warn(broker: Broker) -> None:
+    for warning in broker.patiently(lambda: verify(broker.client)):
+        log.warning(warning)
+
+
+async def _generate(config: GenerateConfig, found: Place) -> int:
+    worker = new_worker_id()
+    broker = WorkerBroker(found.url, Keys(found.run), worker, config.redis_patience)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop.set)
+    try:
+        rules = await _rules(broker, config, stop)
+        if rules is not None:
+            async with _generator(broker, config, rules, found) as generator:
+                generator.stop = stop
+                await generator.run()
+    except MillpondError as error:
+        await broker.fail(traceback.format_exc(), str(error))
+        raise
+    except Exception as error:
+        await broker.fail(traceback.format_exc(), f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        await broker.close()
+    log.info("everything is handed back; worker %s leaves", worker)
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def _generator(
+    broker: WorkerBroker, config: GenerateConfig, rules: Agreed, found: Place
+) -> AsyncIterator[Generator]:
+    """A generator with its engine started, registered and giving signs of life."""
+    scorer = rewards.build(config, rules.group_rm)
+    path = config.dynamic_sampling_filter_path
+    engine, tokenizer = engines.build(config, rules.pause_generation_mode)
+    maker = Maker(engine, tokenizer, scorer, rules, broker.worker, asyncio.Semaphore(config.server_concurrency))
+    generator = Generator(broker, maker, filters.load(path) if path else None, config.server_concurrency)
+    loop = asyncio.get_running_loop()
+
+    def hear(heard: Pulse) -> None:
+        loop.call_soon_threadsafe(generator.hear, heard)
+
+    await engine.start()
+    await broker.register(generator.info())
+    pulse = WorkerPulse(
+        found.url,
+        broker.keys,
+        broker.worker,
+        lambda: (generator.info(), generator.spare, generator.turned),
+        hear,
+    )
+    pulse.start()
+    log.info("worker %s works on run %s", broker.worker, found.run)
+    try:
+        yield generator
+    finally:
+        await asyncio.to_thread(pulse.stop)
+        await engine.close()
+
+
+async def _rules(broker: WorkerBroker, config: GenerateConfig, stop: asyncio.Event) -> Agreed | None:
+    """What the trainer has written for all workers; None when told to stop before there was anything."""
+    began = said = time.monotonic()
+    while not stop.is_set():
+        rules = await broker.agreed()
+        if rules is not None:
+            _same_code(rules, config)
+            return rules
+        now = time.monotonic()
+        if now - began > config.redis_patience:
+            raise Starved(f"run {broker.keys.run} has had no trainer for {now - began:.0f} s; start `millpond train`")
+        if now - said > 30:
+            said = now
+            log.warning("run %s has no trainer yet; waiting", broker.keys.run)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await stop.wait()
+    return None
+
+
+def _same_code(rules: Agreed, config: GenerateConfig) -> None:
+    """UsageError unless this worker has the rewards and filters that the run was started with."""
+    for name in ("custom_rm_path", "rm_type", "dynamic_sampling_filter_path"):
+        mine = getattr(config, name)
+        if (digest(mine) if mine else None) != rules.code.get(name):
+            theirs = "has none" if name not in rules.code else "was started with another one"
+            raise UsageError(
+                f"{flag(name)} is {mine or 'not given'} here, and run's trainer {theirs}: all must agree, "
+                "or groups would be scored in different ways"
+            )

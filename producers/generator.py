@@ -1,0 +1,305 @@
+"""A generator worker: lease, catch up with the weights, sample, score, filter, push.
+
+Consumes prompts; waits for room, prompts and published weights; is unblocked by `wake` and by its own finished
+samples; produces finished groups, each pushed exactly once or handed back. One reader, many prompts in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.codec import encode
+from pipeline.config import Agreed
+from pipeline.errors import EngineDown, EngineError, MessageError, RequestRefused, WeightsError
+from pipeline.leases import Lease, Pulse, WorkerBroker
+from pipeline.room import lag
+from pipeline.types import Group, Policy
+from producers.filters import Verdict
+from producers.group import Maker, Progress, SampleAborted
+
+log = logging.getLogger(__name__)
+
+IDLE = (1.0, 2.0)
+"Seconds between looks of a worker that has nothing to do and hears nothing."
+JITTER = 0.01
+"Seconds over which woken workers spread."
+FULL = (0.2, 1.0)
+"Seconds between tries to push into a full list."
+
+
+@dataclass
+class Job:
+    """One lease being worked on."""
+
+    lease: Lease
+    progress: Progress
+    task: asyncio.Task[None] | None = None
+
+
+class Generator:
+    """The worker's one event loop."""
+
+    def __init__(
+        self,
+        broker: WorkerBroker,
+        maker: Maker,
+        keep: Callable[[Group], Verdict] | None,
+        concurrency: int,
+    ) -> None:
+        self.broker = broker
+        self.maker = maker
+        self.engine = maker.engine
+        self.rules: Agreed = maker.rules
+        self.keep = keep
+        self.concurrency = concurrency
+        self.jobs: dict[str, Job] = {}
+        self.poke = asyncio.Event()
+        self.stop = asyncio.Event()
+        self.wakeful = True
+        "something may have changed since a lease gave less than was wanted"
+        self.loading: int | None = None
+        self.policy: Policy | None = None
+        self.weights = asyncio.Lock()
+        self.turned = time.monotonic()
+        self.tokens: deque[tuple[float, int]] = deque(maxlen=512)
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    # -- the loop
+
+    async def run(self) -> None:
+        """Until `stop` is set or the run ends; then all is handed back. Raises the first bug that any prompt met."""
+        helpers = [asyncio.create_task(self._listen()), asyncio.create_task(self._turn())]
+        for helper in helpers:
+            helper.add_done_callback(self._notice)
+        try:
+            while not self.stop.is_set() and not self.failed.done():
+                if self.broker.suspect:
+                    await self._adopt()
+                await self._refill()
+                await self._rest()
+            if self.failed.done():
+                self.failed.result()
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            await self._hand_all_back()
+
+    async def _refill(self) -> None:
+        want = self._want()
+        if want <= 0 or not self.wakeful:
+            return
+        leased = await self.broker.lease(want, self.spare)
+        self.wakeful = not leased.why and leased.room > 0
+        if leased.why == "reaped":
+            await self._reaped()
+        if leased.leases and leased.version != self.engine.version:
+            await self._catch_up()
+        for lease in leased.leases:
+            self._start(lease)
+
+    async def _rest(self) -> None:
+        """Until a sample finishes, something is announced, or a while has passed."""
+        try:
+            async with asyncio.timeout(random.uniform(*IDLE)):
+                await self.poke.wait()
+        except TimeoutError:
+            self.wakeful = True
+        self.poke.clear()
+
+    @property
+    def spare(self) -> int:
+        """Finished samples of groups that are not finished."""
+        return sum(job.progress.finished for job in self.jobs.values())
+
+    def _want(self) -> int:
+        """Groups this worker could start: by samples, or by whole groups; unfinished groups are bounded either way."""
+        n = self.rules.n_samples_per_prompt
+        most = max(1, self.concurrency // n)
+        if self.rules.rollout_submission_granularity == "group":
+            return most - len(self.jobs)
+        running = sum(job.progress.running for job in self.jobs.values())
+        by_sample = (self.concurrency - running) // n if self.jobs else most
+        return min(by_sample, 2 * most - len(self.jobs))
+
+    # -- one prompt
+
+    def _start(self, lease: Lease) -> None:
+        job = Job(lease, Progress(running=self.rules.n_samples_per_prompt))
+        self.jobs[lease.entry] = job
+        job.task = asyncio.create_task(self._work(job))
+        job.task.add_done_callback(lambda task: self._ended(lease.entry, task))
+
+    def _ended(self, entry: str, task: asyncio.Task[None]) -> None:
+        self.jobs.pop(entry, None)
+        self._notice(task)
+        self.poke.set()
+
+    def _notice(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() and not self.failed.done():
+            self.failed.set_exception(task.exception())  # type: ignore[arg-type]
+            self.poke.set()
+
+    async def _work(self, job: Job) -> None:
+        """Each lease ends in exactly one of: pushed, dropped, handed back, lost to another round."""
+        lease = job.lease
+        try:
+            async with asyncio.timeout(self.rules.rollout_group_timeout) as deadline:
+                group = await self.maker.make(lease.prompt, job.progress, self.poke)
+        except TimeoutError:
+            if not deadline.expired():  # a reward function's own
+                raise
+            await self._give_up(lease, "deadline", f"not done in {self.rules.rollout_group_timeout:.0f} s")
+        except RequestRefused as error:
+            log.warning("prompt %d is dropped: %s", lease.prompt.id, error)
+            await self.broker.drop(lease, "refused")
+        except EngineDown as error:
+            log.warning("prompt %d is handed back: %s", lease.prompt.id, error)
+            await self.broker.hand_back([lease], "engine_down")
+        except SampleAborted as error:
+            await self._give_up(lease, "aborted", error)
+        except EngineError as error:
+            await self._give_up(lease, "bad_sample", error)
+        else:
+            await self._finish(lease, group)
+
+    async def _give_up(self, lease: Lease, reason: str, why: object) -> None:
+        log.warning("prompt %d gets a strike (%s): %s", lease.prompt.id, reason, why)
+        await self.broker.hand_back([lease], reason, "strike")
+
+    async def _finish(self, lease: Lease, group: Group) -> None:
+        self.tokens.append((time.monotonic(), sum(len(q.tokens) for s in group.samples for q in s.sequences)))
+        verdict = self.keep(group) if self.keep else None
+        if verdict is not None and not verdict.keep:
+            await self.broker.drop(lease, verdict.reason or "filtered")
+            return
+        try:
+            message = encode(group)
+        except MessageError as error:
+            await self._give_up(lease, "bad_sample", error)
+            return
+        if len(message) > self.rules.max_group_bytes:
+            log.error("prompt %d is dead-lettered: its group has %d bytes", lease.prompt.id, len(message))
+            await self.broker.hand_back([lease], "too_large", "bury")
+            return
+        await self._push(lease, message)
+
+    async def _push(self, lease: Lease, message: bytes) -> None:
+        began = said = time.monotonic()
+        while (answer := await self.broker.push(lease, message)) == "full":
+            if time.monotonic() - said > 30:
+                said = time.monotonic()
+                log.warning("the group list has been full for %.0f s; prompt %d waits", said - began, lease.prompt.id)
+            await asyncio.sleep(random.uniform(*FULL))
+        if answer == "lost":
+            log.info("prompt %d went round again meanwhile; its group is not needed", lease.prompt.id)
+
+    # -- weights
+
+    async def _catch_up(self) -> None:
+        """Load what is published; then cancel what can no longer be fresh enough."""
+        async with self.weights:
+            tries = 0
+            while (policy := await self.broker.policy()) and policy.version != self.engine.version:
+                if self.engine.version is not None and policy.version < self.engine.version:
+                    return
+                self.loading = policy.version
+                await self.broker.heartbeat(self.info(), self.spare)
+                try:
+                    await self.engine.load(policy)
+                except WeightsError:
+                    newest = await self.broker.policy()
+                    tries += newest is not None and newest.version == policy.version
+                    if tries > 3:
+                        raise
+                    await asyncio.sleep(0.2)
+                finally:
+                    self.loading = None
+            self.policy = policy
+        await self._cancel_stale()
+
+    async def _cancel_stale(self) -> None:
+        limit, policy = self.rules.max_weight_staleness, self.policy
+        if limit is None or policy is None:
+            return
+        late = [j for j in self.jobs.values() if (lag(j.progress.oldest, policy.version, policy.lineage) or 0) > limit]
+        await self._abandon(late)
+        await self.broker.hand_back([job.lease for job in late], "stale", "strike")
+
+    # -- the worker among others
+
+    def info(self) -> dict[str, Any]:
+        """What people see of this worker."""
+        now = time.monotonic()
+        recent = [count for when, count in list(self.tokens) if now - when < 10]
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "engine": type(self.engine).__name__,
+            "version": self.engine.version,
+            "loading": self.loading,
+            "in_flight": len(self.jobs),
+            "samples": sum(job.progress.running for job in list(self.jobs.values())),
+            "tokens_per_sec": round(sum(recent) / 10, 1),
+        }
+
+    def hear(self, pulse: Pulse) -> None:
+        """What a heartbeat brought."""
+        if not pulse.known:
+            self.wakeful = True
+            self.poke.set()
+        elif pulse.status in ("done", "failed"):
+            log.info("the run is %s", pulse.status)
+            self.stop.set()
+            self.poke.set()
+
+    async def _listen(self) -> None:
+        async for word in self.broker.wakes():
+            await asyncio.sleep(random.uniform(0, JITTER))
+            if word == "version" and self.jobs:
+                await self._catch_up()
+            self.wakeful = True
+            self.poke.set()
+
+    async def _turn(self) -> None:
+        while True:
+            self.turned = time.monotonic()
+            await asyncio.sleep(1)
+
+    async def _adopt(self) -> None:
+        """After an outage: work on what is ours and nobody works on; leave what is no longer ours."""
+        self.broker.suspect = False
+        await self.broker.register(self.info())
+        mine = {lease.entry: lease for lease in await self.broker.mine()}
+        await self._abandon([job for entry, job in self.jobs.items() if entry not in mine])
+        found = [lease for entry, lease in mine.items() if entry not in self.jobs]
+        if found:
+            await self._catch_up()
+        for lease in found:
+            self._start(lease)
+        self.wakeful = True
+
+    async def _reaped(self) -> None:
+        log.warning("this worker was declared dead; its prompts went to others, it registers anew")
+        await self._abandon(list(self.jobs.values()))
+        await self._adopt()
+
+    async def _abandon(self, jobs: list[Job]) -> None:
+        tasks = [job.task for job in jobs if job.task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _hand_all_back(self) -> None:
+        leases = [job.lease for job in self.jobs.values()]
+        await self._abandon(list(self.jobs.values()))
+        await self.broker.hand_back(leases, "shutdown")
+        await self.broker.leave()

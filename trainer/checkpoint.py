@@ -1,0 +1,87 @@
+"""Checkpoints: complete or invisible, and the truth about what was trained.
+
+checkpoints/00000020/   after 20 steps
+    state.json          step, version, lineage, epoch, cursor
+    committed.bits      one bit a prompt that the weights were trained on, and `dropped.bits`, `dead.bits`
+    model/              what the backend saves
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import UsageError
+from pipeline.ledger import Ledger, set_bit
+from pipeline.replies import Standing
+from trainer.backends.base import Backend
+from trainer.weights import aside, clean, newest_version
+
+BITS = ("committed", "dropped", "dead")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint says, without the model."""
+
+    folder: Path
+    step: int
+    "training steps done"
+    version: int
+    "weight version that these weights were published under"
+    lineage: tuple[tuple[int, int], ...]
+    epoch: int
+    "of the trainer that wrote it"
+    ledger: Ledger
+
+
+def save(now: Checkpoint, backend: Backend) -> None:
+    """Writes it to its folder; durable and complete when this returns."""
+    with aside(now.folder) as folder:
+        (folder / "model").mkdir()
+        backend.save(folder / "model")
+        for name in BITS:
+            (folder / f"{name}.bits").write_bytes(bytes(getattr(now.ledger, name)))
+        state = {
+            "step": now.step,
+            "version": now.version,
+            "lineage": now.lineage,
+            "epoch": now.epoch,
+            "cursor": now.ledger.cursor,
+        }
+        (folder / "state.json").write_text(json.dumps(state))
+
+
+def ledger_of(standing: Standing, trained: Ledger) -> Ledger:
+    """What the checkpoint must say: all bits in Redis, and every prompt trained since the last one."""
+    committed = bytearray(trained.committed)
+    for id in (*trained.taken, *trained.published):
+        set_bit(committed, id)
+    return Ledger(committed=committed, dropped=standing.dropped, dead=standing.dead, cursor=standing.feed)
+
+
+def newest(root: Path) -> Path | None:
+    """The newest complete checkpoint."""
+    step = newest_version(root)
+    return root / f"{step:08d}" if step else None
+
+
+def read(folder: Path) -> Checkpoint:
+    """UsageError where `folder` holds no checkpoint of ours."""
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        bits = {name: (folder / f"{name}.bits").read_bytes() for name in BITS}
+        ledger = Ledger(
+            committed=bytearray(bits["committed"]), dropped=bits["dropped"], dead=bits["dead"], cursor=state["cursor"]
+        )
+        lineage = tuple((int(a), int(b)) for a, b in state["lineage"])
+        return Checkpoint(folder, state["step"], state["version"], lineage, state["epoch"], ledger)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--load {folder}: not a Millpond checkpoint ({error})") from None
+
+
+def prune(root: Path, keep: int) -> None:
+    """Deletes all but the `keep` newest."""
+    steps = sorted(int(p.name) for p in root.iterdir() if p.name.isdigit())
+    clean(root, set(steps[-keep:]))

@@ -1,0 +1,79 @@
+"""`millpond train`: flags in, a trained model out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from functools import partial
+
+from consumers import filters
+from consumers.drain import Drain, DrainRules
+from pipeline import code
+from pipeline.config import TrainConfig
+from pipeline.connect import verify
+from pipeline.errors import MillpondError
+from pipeline.fenced import TrainerBroker
+from pipeline.flags import parse
+from pipeline.join import RUNS, join
+from pipeline.keys import Keys
+from pipeline.log import setup
+from pipeline.modes import check, resolve_rollout
+from pipeline.pulse import TrainerPulse
+from trainer import backends
+from trainer.loop import Loop
+from trainer.report import Reporter
+from trainer.start import begin
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: list[str]) -> int:
+    """Train on finished groups and publish the weights."""
+    config = parse(TrainConfig, argv, os.environ, "millpond train")
+    warnings = check(config)
+    place = join(config)
+    folder = place.folder or RUNS / place.run
+    setup("trainer", folder)
+    broker = TrainerBroker(place.url, Keys(place.run), config.redis_patience)
+    for warning in [*warnings, *broker.patiently(lambda: verify(broker.client))]:
+        log.warning(warning)
+    stop = threading.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: stop.set())
+    selection = resolve_rollout(config)
+    rollout = code.load(selection.rollout, "--rollout-function-path")
+    backend = backends.build(config, selection.tis)
+    now = begin(config, broker, backend, folder)
+    pulse = TrainerPulse(place.url, broker)
+    pulse.start()
+    try:
+        report = Reporter(folder / "metrics.jsonl", broker, now.step)
+        drain = _drain(config, broker, stop)
+        Loop(config, broker, backend, folder, rollout, drain, report, selection.max_staleness, now).run()
+    except MillpondError:
+        raise
+    except Exception as error:
+        broker.finish("failed", f"the trainer failed: {type(error).__name__}: {error}"[:500])
+        raise
+    finally:
+        pulse.stop()
+        backend.close()
+        broker.close()
+    return 0
+
+
+def _drain(config: TrainConfig, broker: TrainerBroker, stop: threading.Event) -> Drain:
+    rules = DrainRules(
+        size=config.rollout_batch_size,
+        n_samples=config.n_samples_per_prompt,
+        handler=config.async_unused_samples_handler,
+        starve_timeout=config.starve_timeout,
+        drop_last=config.drop_last,
+    )
+    path = config.rollout_sample_filter_path
+    if path is None:
+        return Drain(broker, rules, stop)
+    function = code.load(path, "--rollout-sample-filter-path")
+    return Drain(broker, rules, stop, partial(filters.rollout_sample_filter, function))

@@ -1,0 +1,117 @@
+"""The training loop: drain, train, publish, save, commit.
+
+Consumes batches; waits in the drain; is unblocked by groups; produces weight versions, checkpoints and a line of
+metrics a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from consumers.drain import Batch, Drain
+from consumers.staleness import Limit
+from pipeline.config import TrainConfig
+from pipeline.errors import Starved, Stopped, WorkerFailed
+from pipeline.fenced import TrainerBroker
+from pipeline.types import Policy
+from trainer import checkpoint, weights
+from trainer.backends.base import Backend
+from trainer.report import Reporter
+from trainer.start import Beginning
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Loop:
+    """One trainer's life after it began."""
+
+    config: TrainConfig
+    broker: TrainerBroker
+    backend: Backend
+    folder: Path
+    rollout: Callable[[Drain, Limit], Batch | None]
+    drain: Drain
+    report: Reporter
+    max_staleness: int | None
+    now: Beginning
+    "steps done, and the version that was published last or is to be published first"
+
+    def run(self) -> None:
+        """To the end of steps or data, whichever comes first; what was trained is in a checkpoint at any end but a
+        crash."""
+        self.saved = self.now.step
+        self.publish(self.now.version)
+        self.broker.renew(status="running", why="")
+        try:
+            why = self._steps()
+        except (Stopped, WorkerFailed, Starved) as error:
+            self.save()
+            self.broker.finish("draining" if isinstance(error, Stopped) else "failed", str(error)[:500])
+            raise
+        self.save()
+        self.broker.finish("done", why)
+        log.info("done: %s", why)
+
+    def _steps(self) -> str:
+        """Why it ended."""
+        while self.config.num_rollout is None or self.now.step < self.config.num_rollout:
+            batch = self.rollout(self.drain, Limit(self.now.version, self.now.lineage, self.max_staleness))
+            if batch is not None:
+                self.step(batch)
+            if batch is None or batch.last:
+                return f"the data ended after {self.now.step} steps"
+        return f"all {self.now.step} steps are done"
+
+    def step(self, batch: Batch) -> None:
+        """One batch into the weights, and the weights out to everyone."""
+        began = time.monotonic()
+        figures = self.backend.train(batch.groups, self.now.step)
+        trained = time.monotonic() - began
+        self.now = replace(self.now, step=self.now.step + 1)
+        if self.now.step % self.config.update_weights_interval == 0:
+            self.publish(self.now.version + 1)
+        if self.config.save_interval and self.now.step % self.config.save_interval == 0:
+            self.save()
+        self.report.step(self.now, batch, figures, trained)
+
+    def publish(self, version: int) -> None:
+        """Write aside, rename, then announce. Room opens for what these weights were trained on."""
+        root = self.folder / "weights"
+        path, digest = weights.save_aside(self.backend, root, version)
+        policy = Policy(version, str(path.resolve()), "hf", digest, self.now.step, time.time(), self.now.lineage)
+        trained = list(self.broker.ledger.taken.values())
+        self.broker.publish(policy, trained)
+        self.now = replace(self.now, version=version)
+        if self.config.save_interval == 0:
+            self.broker.commit(trained)
+        weights.clean(root, {version, version - 1} | self.broker.worker_versions())
+
+    def save(self) -> None:
+        """A checkpoint if there is anything new, then the commit of what it contains. What it contains is published
+        first: a commit must not open room that a publication has not."""
+        if self.config.save_interval == 0 or self.saved == self.now.step:
+            return
+        book = self.broker.ledger
+        self.drain.release()
+        if book.taken:
+            self.publish(self.now.version + 1)
+        ledger = checkpoint.ledger_of(self.broker.standing(), book)
+        root = self.folder / "checkpoints"
+        now = self.now
+        checkpoint.save(
+            checkpoint.Checkpoint(
+                root / f"{now.step:08d}", now.step, now.version, now.lineage, self.broker.epoch, ledger
+            ),
+            self.backend,
+        )
+        refused = self.broker.commit(list(book.published.values()))
+        if refused:
+            log.error("trained here, but not ours to commit in Redis: prompts %s", refused)
+        book.dropped, book.dead, book.cursor = ledger.dropped, ledger.dead, ledger.cursor
+        self.saved = now.step
+        checkpoint.prune(root, self.config.save_keep)

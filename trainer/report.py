@@ -1,0 +1,52 @@
+"""What a training step says of itself: a line in metrics.jsonl, a line in the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from consumers.drain import Batch
+from pipeline import metrics
+from pipeline.fenced import TrainerBroker
+from pipeline.log import fields
+from trainer.start import Beginning
+
+log = logging.getLogger(__name__)
+
+
+class Reporter:
+    """Keeps what the figures of a step are differences to."""
+
+    def __init__(self, path: Path, broker: TrainerBroker, step: int) -> None:
+        self.file = metrics.Metrics(path, step + 1)
+        self.broker = broker
+        self.counters = broker.counters()
+        self.since = time.monotonic()
+
+    def step(self, now: Beginning, batch: Batch, figures: dict[str, float], trained: float) -> None:
+        """`trained` in seconds; the step runs from the end of the one before."""
+        before, self.counters = self.counters, self.broker.counters()
+        began, self.since = self.since, time.monotonic()
+        values = {
+            **figures,
+            **metrics.rollout(batch.groups),
+            **metrics.fully_async(batch.queue_size, batch.staleness, batch.counts),
+            **metrics.counted(before, self.counters),
+            **metrics.perf(batch.groups, trained, batch.waited, self.since - began),
+            "rollout/groups": len(batch.groups),
+            "train/weight_version": now.version,
+        }
+        self.file.write(now.step, values)
+        shown = fields(
+            step=now.step,
+            version=now.version,
+            reward=values.get("rollout/raw_reward", float("nan")),
+            loss=figures.get("train/loss", float("nan")),
+            staleness=batch.staleness["avg_staleness"],
+            queue=batch.queue_size,
+            wait=batch.waited,
+            train=trained,
+            tokens_per_sec=values["perf/tokens_per_sec"],
+        )
+        log.info("step %s", shown)

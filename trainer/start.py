@@ -1,0 +1,82 @@
+"""How a trainer begins: fresh, or from a checkpoint; either way with a new, higher version and a Redis that agrees."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config import TrainConfig
+from pipeline.errors import RunExists, UsageError
+from pipeline.fenced import TrainerBroker
+from pipeline.ledger import Ledger
+from pipeline.modes import agreed
+from trainer import checkpoint
+from trainer.backends.base import Backend
+from trainer.weights import newest_version
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where the loop starts."""
+
+    step: int
+    "steps done"
+    version: int
+    "to publish the first weights under"
+    lineage: tuple[tuple[int, int], ...]
+
+
+def begin(config: TrainConfig, broker: TrainerBroker, backend: Backend, folder: Path) -> Beginning:
+    """Takes the run over, loads what there is to load, and sends round again what was taken and not committed."""
+    known = "epoch" in broker.state()
+    if known and not config.resume:
+        raise RunExists(
+            f"run {broker.keys.run} is in this Redis already: --resume goes on with it, another --run starts a new "
+            f"one, `millpond purge --run {broker.keys.run}` deletes it"
+        )
+    if config.resume and not known and not folder.is_dir():
+        raise UsageError(f"--resume: there is no run {broker.keys.run}, neither in this Redis nor in {folder}")
+    found = _load(config, folder)
+    _take_over(config, broker, found.epoch if found else 0)
+    if found:
+        backend.load(found.folder / "model")
+    broker.configure(agreed(config).model_dump_json())
+    missing = broker.restore(found.ledger if found else Ledger())
+    heard = broker.worker_versions() | {broker.version(), newest_version(folder / "weights")}
+    version = 1 + max(*heard, found.version if found else 0)
+    if not (found or known):
+        return Beginning(0, version, ())
+    step, restored = (found.step, found.version) if found else (0, 1)
+    log.info("resumed at step %d; %d prompts are fed again; weights get version %d", step, missing, version)
+    return Beginning(step, version, (*_lineage(broker, found), (version, restored)))
+
+
+def _load(config: TrainConfig, folder: Path) -> checkpoint.Checkpoint | None:
+    path = config.load or (checkpoint.newest(folder / "checkpoints") if config.resume else None)
+    return checkpoint.read(path) if path else None
+
+
+def _take_over(config: TrainConfig, broker: TrainerBroker, above: int) -> None:
+    name = f"{socket.gethostname()} pid {os.getpid()}"
+    while True:
+        try:
+            return broker.takeover(name, config.take_over, above)
+        except UsageError as error:
+            if not config.wait:
+                raise
+            log.warning("%s; waiting", error)
+            time.sleep(2)
+
+
+def _lineage(broker: TrainerBroker, found: checkpoint.Checkpoint | None) -> tuple[tuple[int, int], ...]:
+    """Of the branch that is gone on with. A publication after the checkpoint belongs to the discarded branch."""
+    if found:
+        return found.lineage
+    policy = broker.policy()
+    return policy.lineage if policy else ()
