@@ -1,1 +1,41 @@
-"""Engines: what turns prompt tokens into sampled tokens."""
+"""Engines: what samples. One protocol (`base`), a builder for each kind, nothing imported before it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from pipeline.config import GenerateConfig
+from pipeline.errors import UsageError
+from producers.engines.base import Engine
+from producers.tokens import ByteTokenizer, HFTokenizer, Tokenizer
+
+Mode = Literal["retract", "in_place"]
+
+
+def build(config: GenerateConfig, mode: Mode) -> tuple[Engine, Tokenizer]:
+    """The engine `config` names, not started, and its tokenizer. `mode`: what a weight update does to the cache."""
+    return BUILDERS[config.engine](config, mode)
+
+
+def _local(config: GenerateConfig, mode: Mode) -> tuple[Engine, Tokenizer]:
+    if config.hf_checkpoint is None:
+        raise UsageError("--engine local needs --hf-checkpoint: a model and tokenizer folder")
+    tokenizer = HFTokenizer(config.hf_checkpoint)
+    from producers.engines.local import LocalEngine
+
+    engine = LocalEngine(
+        config.hf_checkpoint, config.device, config.server_concurrency, mode, threads=config.torch_threads
+    )
+    return engine, tokenizer
+
+
+def _echo(config: GenerateConfig, mode: Mode) -> tuple[Engine, Tokenizer]:
+    """There is no cache: both modes are one."""
+    from producers.engines.echo import EchoEngine
+
+    engine = EchoEngine(config.echo_latency, config.echo_response_len, config.echo_failure_rate, config.echo_abort_rate)
+    return engine, ByteTokenizer()
+
+
+BUILDERS: dict[str, Callable[[GenerateConfig, Mode], tuple[Engine, Tokenizer]]] = {"local": _local, "echo": _echo}

@@ -13,7 +13,7 @@ class Sampling:
     """How to sample; the same for every request of a run."""
 
     max_new_tokens: int
-    "at least 1"
+    "at least 1; fewer where the context length leaves fewer"
     temperature: float
     "> 0; log-probabilities are taken after it"
     stop_token_ids: tuple[int, ...]
@@ -25,7 +25,7 @@ class Request:
     """One sequence to sample."""
 
     rid: str
-    "of fixed length, never reused"
+    "of fixed length, never reused, unique among those in flight"
     tokens: Tokens
     "int32 [P], P >= 1"
     sampling: Sampling
@@ -48,7 +48,10 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Asynchronous; one event loop. Errors: RequestRefused (final), EngineDown (hand the prompt back), any other is a bug."""
+    """Asynchronous; one event loop.
+
+    Errors: RequestRefused (final), EngineDown (hand the prompt back), WeightsError (from `load`), any other is a bug.
+    """
 
     vocab_size: int
     "token ids are below it"
