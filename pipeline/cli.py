@@ -9,11 +9,14 @@ import importlib
 import os
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pipeline.errors import MillpondError, UsageError
 
-COMMANDS = {
+Commands = Mapping[str, tuple[str, str]]
+"name -> (module:function, help); the function takes the arguments after the name and returns the exit code"
+
+COMMANDS: Commands = {
     "run": ("pipeline.run:main", "train a model on this machine: Redis, feeder, generators and trainer in one"),
     "feed": ("producers.cli:feed", "feed prompts from a file to a run"),
     "generate": ("producers.cli:generate", "generate and score answers; start as many as you like"),
@@ -24,18 +27,17 @@ COMMANDS = {
     "purge": ("pipeline.purge:main", "delete what a finished run left in Redis"),
     "bench": ("pipeline.bench:main", "measure codec, broker, overlap and engine"),
 }
-"name -> (module:function, help); the function takes the arguments after the name and returns the exit code"
 
 INTERRUPTED = 130
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, commands: Commands = COMMANDS) -> int:
     """The exit code: 0 done, 1 a bug or failed check, 2 usage, 3 starved, 4 fenced, 130 interrupted.
 
     An error that Millpond does not raise itself passes through, with its traceback.
     """
     try:
-        code = _dispatch(sys.argv[1:] if argv is None else argv)
+        code = _dispatch(sys.argv[1:] if argv is None else argv, commands)
         sys.stdout.flush()
     except MillpondError as error:
         sys.stderr.write(f"millpond: {error}\n")
@@ -50,30 +52,30 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def _dispatch(argv: list[str]) -> int:
+def _dispatch(argv: list[str], commands: Commands) -> int:
     name, rest = (argv[0], argv[1:]) if argv else ("", [])
-    if name in COMMANDS:
-        return _target(name)(rest)
+    if name in commands:
+        return _target(commands[name][0])(rest)
     if name in ("-h", "--help", "help"):
-        sys.stdout.write(_help())
+        sys.stdout.write(_help(commands))
         return 0
     if name == "--version":
         sys.stdout.write(f"millpond {_version()}\n")
         return 0
     if not name:
-        sys.stderr.write(_help())
+        sys.stderr.write(_help(commands))
         return UsageError.exit_code
-    raise UsageError(_unknown(name))
+    raise UsageError(_unknown(name, commands))
 
 
 def _target(name: str) -> Callable[[list[str]], int]:
-    module, _, function = COMMANDS[name][0].partition(":")
+    module, _, function = name.partition(":")
     target: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
     return target
 
 
-def _help() -> str:
-    rows = "".join(f"  {name:<10}{text}\n" for name, (_, text) in COMMANDS.items())
+def _help(commands: Commands) -> str:
+    rows = "".join(f"  {name:<10}{text}\n" for name, (_, text) in commands.items())
     return (
         "usage: millpond COMMAND [options]\n\n"
         "Fully-asynchronous RL post-training of language models over Redis.\n\n"
@@ -81,10 +83,10 @@ def _help() -> str:
     )
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: str, commands: Commands) -> str:
     import difflib
 
-    found = difflib.get_close_matches(name, COMMANDS, 1)
+    found = difflib.get_close_matches(name, commands, 1)
     hint = f"did you mean {found[0]}?" if found else "see millpond --help"
     return f"unknown {'option' if name.startswith('-') else 'command'} {name!r}; {hint}"
 

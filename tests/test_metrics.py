@@ -49,13 +49,14 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "m.jsonl").read_text())["train/loss"] is None
 
 
-def test_a_resume_cuts_the_branch_that_was_given_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torn", ['{"step": 2, "half', '{"step": 2}'])
+def test_a_resume_cuts_the_branch_that_was_given_up(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "m.jsonl"
     first = Metrics(path)
     for step in range(5):
         first.write(step, {})
     first.close()
-    path.write_text(path.read_text() + '{"step": 2, "half')
+    path.write_text(path.read_text() + torn)
     again = Metrics(path, step=3)
     assert steps(path) == [0, 1, 2]
     again.write(3, {})
