@@ -15,7 +15,7 @@ from pipeline.errors import UsageError
 from pipeline.options import flag
 from pipeline.room import bound
 
-DRAIN = "consumers.drain.Drain"
+DRAIN = "consumers.drain.drain"
 "What gives the trainer its groups where the user names nothing else; in both modes."
 
 RECORD_BYTES = 4096
