@@ -30,7 +30,7 @@ from pipeline.options import closest, flag, kinds, optional, read, titled
 S = TypeVar("S", bound=Section)
 
 PREFIX = "MILLPOND_"
-OTHER_VARIABLES = ("MILLPOND_CONFIG", "MILLPOND_REDIS_SERVER")
+OTHER_VARIABLES = ("MILLPOND_CONFIG", "MILLPOND_REDIS_SERVER", "MILLPOND_SUPERVISED")
 "MILLPOND_* that are no fields"
 SECRET = frozenset({"redis_url"})
 PRESETS = Path(__file__).with_name("presets")

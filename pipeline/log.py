@@ -52,12 +52,14 @@ class _Lines(logging.Formatter):
         return mask(super().format(record)).replace("\n", "\n    ")
 
 
-def setup(role: str, folder: Path | None, level: int | str = logging.INFO, terminal: bool = True) -> None:
-    """Send all records to stderr (if `terminal`) and to `folder`/logs/`role`.log, which only its owner may read.
+def setup(role: str, folder: Path | None, level: int | str = logging.INFO, terminal: bool | None = None) -> None:
+    """Send all records to stderr (if `terminal`; by default unless a supervisor started this process) and to `folder`/logs/`role`.log, which only its owner may read.
 
     A second call takes the first one's place.
     """
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)] if terminal else []
+    handlers: list[logging.Handler] = []
+    if "MILLPOND_SUPERVISED" not in os.environ if terminal is None else terminal:
+        handlers.append(logging.StreamHandler(sys.stderr))
     if folder is not None:
         path = folder / "logs" / f"{role}.log"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ from pipeline.pulse import WorkerPulse
 from producers import engines, feeder, filters, rewards
 from producers.generator import Generator
 from producers.group import Maker
+from producers.work import Worker
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ async def _generator(
     path = config.dynamic_sampling_filter_path
     engine, tokenizer = engines.build(config, rules.pause_generation_mode)
     maker = Maker(engine, tokenizer, scorer, rules, broker.worker, asyncio.Semaphore(config.server_concurrency))
-    generator = Generator(broker, maker, filters.load(path) if path else None, config.server_concurrency)
+    worker = Worker(broker, maker, filters.load(path) if path else None)
+    generator = Generator(worker, config.server_concurrency)
     loop = asyncio.get_running_loop()
 
     def hear(heard: Pulse) -> None:

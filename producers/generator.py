@@ -12,19 +12,15 @@ import os
 import random
 import socket
 import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.codec import encode
-from pipeline.config import Agreed
-from pipeline.errors import EngineDown, EngineError, MessageError, RequestRefused, WeightsError
-from pipeline.leases import Lease, Pulse, WorkerBroker
+from pipeline.errors import WeightsError
+from pipeline.leases import Lease, Pulse
 from pipeline.room import lag
-from pipeline.types import Group, Policy
-from producers.filters import Verdict
-from producers.group import Maker, Progress, SampleAborted
+from pipeline.types import Policy
+from producers.group import Progress
+from producers.work import Worker
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +28,6 @@ IDLE = (1.0, 2.0)
 "Seconds between looks of a worker that has nothing to do and hears nothing."
 JITTER = 0.01
 "Seconds over which woken workers spread."
-FULL = (0.2, 1.0)
-"Seconds between tries to push into a full list."
 
 
 @dataclass
@@ -50,16 +44,13 @@ class Generator:
 
     def __init__(
         self,
-        broker: WorkerBroker,
-        maker: Maker,
-        keep: Callable[[Group], Verdict] | None,
+        worker: Worker,
         concurrency: int,
     ) -> None:
-        self.broker = broker
-        self.maker = maker
-        self.engine = maker.engine
-        self.rules: Agreed = maker.rules
-        self.keep = keep
+        self.worker = worker
+        self.broker = worker.broker
+        self.engine = worker.maker.engine
+        self.rules = worker.rules
         self.concurrency = concurrency
         self.jobs: dict[str, Job] = {}
         self.poke = asyncio.Event()
@@ -70,7 +61,6 @@ class Generator:
         self.policy: Policy | None = None
         self.weights = asyncio.Lock()
         self.turned = time.monotonic()
-        self.tokens: deque[tuple[float, int]] = deque(maxlen=512)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # -- the loop
@@ -135,7 +125,7 @@ class Generator:
     def _start(self, lease: Lease) -> None:
         job = Job(lease, Progress(running=self.rules.n_samples_per_prompt))
         self.jobs[lease.entry] = job
-        job.task = asyncio.create_task(self._work(job))
+        job.task = asyncio.create_task(self.worker.work(lease, job.progress, self.poke))
         job.task.add_done_callback(lambda task: self._ended(lease.entry, task))
 
     def _ended(self, entry: str, task: asyncio.Task[None]) -> None:
@@ -147,60 +137,6 @@ class Generator:
         if not task.cancelled() and task.exception() and not self.failed.done():
             self.failed.set_exception(task.exception())  # type: ignore[arg-type]
             self.poke.set()
-
-    async def _work(self, job: Job) -> None:
-        """Each lease ends in exactly one of: pushed, dropped, handed back, lost to another round."""
-        lease = job.lease
-        try:
-            async with asyncio.timeout(self.rules.rollout_group_timeout) as deadline:
-                group = await self.maker.make(lease.prompt, job.progress, self.poke)
-        except TimeoutError:
-            if not deadline.expired():  # a reward function's own
-                raise
-            await self._give_up(lease, "deadline", f"not done in {self.rules.rollout_group_timeout:.0f} s")
-        except RequestRefused as error:
-            log.warning("prompt %d is dropped: %s", lease.prompt.id, error)
-            await self.broker.drop(lease, "refused")
-        except EngineDown as error:
-            log.warning("prompt %d is handed back: %s", lease.prompt.id, error)
-            await self.broker.hand_back([lease], "engine_down")
-        except SampleAborted as error:
-            await self._give_up(lease, "aborted", error)
-        except EngineError as error:
-            await self._give_up(lease, "bad_sample", error)
-        else:
-            await self._finish(lease, group)
-
-    async def _give_up(self, lease: Lease, reason: str, why: object) -> None:
-        log.warning("prompt %d gets a strike (%s): %s", lease.prompt.id, reason, why)
-        await self.broker.hand_back([lease], reason, "strike")
-
-    async def _finish(self, lease: Lease, group: Group) -> None:
-        self.tokens.append((time.monotonic(), sum(len(q.tokens) for s in group.samples for q in s.sequences)))
-        verdict = self.keep(group) if self.keep else None
-        if verdict is not None and not verdict.keep:
-            await self.broker.drop(lease, verdict.reason or "filtered")
-            return
-        try:
-            message = encode(group)
-        except MessageError as error:
-            await self._give_up(lease, "bad_sample", error)
-            return
-        if len(message) > self.rules.max_group_bytes:
-            log.error("prompt %d is dead-lettered: its group has %d bytes", lease.prompt.id, len(message))
-            await self.broker.hand_back([lease], "too_large", "bury")
-            return
-        await self._push(lease, message)
-
-    async def _push(self, lease: Lease, message: bytes) -> None:
-        began = said = time.monotonic()
-        while (answer := await self.broker.push(lease, message)) == "full":
-            if time.monotonic() - said > 30:
-                said = time.monotonic()
-                log.warning("the group list has been full for %.0f s; prompt %d waits", said - began, lease.prompt.id)
-            await asyncio.sleep(random.uniform(*FULL))
-        if answer == "lost":
-            log.info("prompt %d went round again meanwhile; its group is not needed", lease.prompt.id)
 
     # -- weights
 
@@ -238,8 +174,6 @@ class Generator:
 
     def info(self) -> dict[str, Any]:
         """What people see of this worker."""
-        now = time.monotonic()
-        recent = [count for when, count in list(self.tokens) if now - when < 10]
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -248,7 +182,7 @@ class Generator:
             "loading": self.loading,
             "in_flight": len(self.jobs),
             "samples": sum(job.progress.running for job in list(self.jobs.values())),
-            "tokens_per_sec": round(sum(recent) / 10, 1),
+            "tokens_per_sec": round(self.worker.tokens_per_sec(), 1),
         }
 
     def hear(self, pulse: Pulse) -> None:

@@ -1,0 +1,77 @@
+"""What `millpond run` runs: the resolved configuration, the run's folder, the small model and its prompts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.config import RunConfig
+from pipeline.errors import MillpondError, RunExists, UsageError
+from pipeline.flags import parse
+from pipeline.join import RUNS
+
+PRESET = "shift"
+"The job of a run that names neither a model nor prompts."
+
+
+def resolve(argv: Sequence[str]) -> RunConfig:
+    """The resolved configuration, `run`, `out`, model and prompts filled in."""
+    first = parse(RunConfig, argv, os.environ, "millpond run", PRESET)
+    folder = first.out or (RUNS / first.run if first.run else None)
+    if first.resume:
+        if folder is None:
+            raise UsageError("--resume: which run? Give its folder with --out, or --run NAME")
+        if not (folder / "config.toml").is_file():
+            raise UsageError(f"--resume: {folder} holds no run (no config.toml)")
+        if "--config" not in argv:
+            argv = ["--config", str(folder / "config.toml"), *argv]
+    demo = first.hf_checkpoint is None and first.prompt_data is None
+    config = parse(RunConfig, argv, os.environ, "millpond run", PRESET if demo else None)
+    name = config.run or (folder.name if folder else time.strftime("run-%Y%m%d-%H%M%S"))
+    folder = folder or RUNS / name
+    if not demo:
+        _complete(config)
+    given = config.model_fields_set
+    values = {"run": name, "out": folder.absolute()}
+    if demo:
+        values |= {"prompt_data": folder.absolute() / "prompts.jsonl"}
+        values |= {} if config.engine == "echo" else {"hf_checkpoint": folder.absolute() / "model"}
+    filled = config.model_copy(update=values)
+    filled.model_fields_set.intersection_update(given)
+    return filled
+
+
+def _complete(config: RunConfig) -> None:
+    if config.prompt_data is None:
+        raise UsageError("--hf-checkpoint is given and --prompt-data is not: a JSONL file of prompts is needed")
+    if not config.prompt_data.is_file():
+        raise UsageError(f"--prompt-data {config.prompt_data}: there is no such file")
+    needed = config.engine == "local" or config.train_backend == "torch"
+    if config.hf_checkpoint is None and needed:
+        raise UsageError("--prompt-data is given and --hf-checkpoint is not: a model folder is needed to train on them")
+    if needed and not (config.hf_checkpoint or Path()).is_dir():
+        raise UsageError(f"--hf-checkpoint {config.hf_checkpoint}: there is no such folder")
+
+
+def make_folder(config: RunConfig) -> Path:
+    folder = config.out or RUNS
+    if folder.exists() and any(folder.iterdir()) and not config.resume:
+        raise RunExists(f"{folder} is there already: --resume goes on with that run, another --out starts a new one")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def make_files(config: RunConfig, folder: Path) -> None:
+    """The small model and its prompts, where the run is to make them; both at once."""
+    jobs = []
+    if config.prompt_data == folder.absolute() / "prompts.jsonl":
+        jobs.append(f"from producers.demo import write_prompts as f; f(Path({str(config.prompt_data)!r}), 0)")
+    if config.hf_checkpoint == folder.absolute() / "model":
+        jobs.append(f"from trainer.demo_model import make as f; f(Path({str(config.hf_checkpoint)!r}), {config.seed})")
+    running = [subprocess.Popen([sys.executable, "-c", f"from pathlib import Path; {job}"]) for job in jobs]
+    if [code for process in running if (code := process.wait())]:
+        raise MillpondError("the small model or its prompts could not be made; the reason stands above")

@@ -1,0 +1,110 @@
+"""Progress of a run on the terminal: a live table, or a line now and then where nobody watches."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+EVERY = 5.0
+"Seconds between lines without a terminal."
+
+Line = dict[str, float]
+
+
+class Tail:
+    """The steps that metrics.jsonl has gained since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.at = 0
+        self.rest = b""
+
+    def read(self) -> list[Line]:
+        if not self.path.exists():
+            return []
+        if self.path.stat().st_size < self.at:  # a resume has cut and rewritten it
+            self.at, self.rest = 0, b""
+        with self.path.open("rb") as file:
+            file.seek(self.at)
+            data = file.read()
+        self.at += len(data)
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        return [json.loads(line) for line in lines if line]
+
+
+def columns(line: Line, queues: dict[str, int], total: int | None) -> dict[str, str]:
+    """What is shown of a step."""
+
+    def number(name: str, digits: int = 3) -> str:
+        value = line.get(name)
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    step = f"{int(line['step'])}" + (f"/{total}" if total else "")
+    return {
+        "step": step,
+        "reward": number("rollout/raw_reward"),
+        "queue": str(queues.get("queued", "-")),
+        "in flight": str(queues.get("in_flight", "-")),
+        "staleness": number("rollout/fully_async/avg_staleness", 2),
+        "tokens/s": number("perf/tokens_per_sec", 0),
+        "wait s": number("perf/wait_time"),
+        "train s": number("perf/train_time"),
+    }
+
+
+class Progress:
+    """Shows steps as they come. `queues` is looked up at most once a second by the caller."""
+
+    def __init__(self, total: int | None) -> None:
+        self.total = total
+        self.rows: list[dict[str, str]] = []
+        self.first: Line | None = None
+        self.last: Line | None = None
+        self.said = -1.0
+        "step of the last line"
+        self.when = 0.0
+        self.live: Any = None
+
+    def __enter__(self) -> Progress:
+        if sys.stdout.isatty():
+            from rich.live import Live
+
+            self.live = Live(self._table(), refresh_per_second=4, transient=False)
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.last is not None and (not self.live and self.said < self.last["step"]):
+            self._line()
+        if self.live:
+            self.live.stop()
+
+    def add(self, lines: list[Line], queues: dict[str, int]) -> None:
+        if not lines:
+            return
+        self.first = self.first or lines[0]
+        self.last = lines[-1]
+        self.rows = [*self.rows, columns(self.last, queues, self.total)][-12:]
+        if self.live:
+            self.live.update(self._table())
+        elif time.monotonic() - self.when >= EVERY:
+            self._line()
+
+    def _line(self) -> None:
+        sys.stdout.write("  ".join(f"{name} {value}" for name, value in self.rows[-1].items()) + "\n")
+        sys.stdout.flush()
+        self.when = time.monotonic()
+        self.said = self.last["step"] if self.last else -1.0
+
+    def _table(self) -> Any:
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False)
+        for name in columns({"step": 0}, {}, None):
+            table.add_column(name, justify="right")
+        for row in self.rows:
+            table.add_row(*row.values())
+        return table

@@ -1,0 +1,92 @@
+"""What becomes of one lease: pushed, dropped under a reason, handed back, or lost to another round."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+
+from pipeline.codec import encode
+from pipeline.errors import EngineDown, EngineError, MessageError, RequestRefused
+from pipeline.leases import Lease, WorkerBroker
+from pipeline.types import Group
+from producers.filters import Verdict
+from producers.group import Maker, Progress, SampleAborted
+
+log = logging.getLogger(__name__)
+
+FULL = (0.2, 1.0)
+"Seconds between tries to push into a full list."
+
+
+class Worker:
+    """Makes, filters and pushes groups; keeps no lease itself."""
+
+    def __init__(self, broker: WorkerBroker, maker: Maker, keep: Callable[[Group], Verdict] | None) -> None:
+        self.broker = broker
+        self.maker = maker
+        self.rules = maker.rules
+        self.keep = keep
+        self.made: deque[tuple[float, int]] = deque(maxlen=512)
+        "(when, tokens) of the latest groups"
+
+    def tokens_per_sec(self) -> float:
+        """Over the last 10 seconds."""
+        now = time.monotonic()
+        return sum(count for when, count in list(self.made) if now - when < 10) / 10
+
+    async def work(self, lease: Lease, progress: Progress, poke: asyncio.Event) -> None:
+        """Each lease ends in exactly one of: pushed, dropped, handed back, lost to another round."""
+        try:
+            async with asyncio.timeout(self.rules.rollout_group_timeout) as deadline:
+                group = await self.maker.make(lease.prompt, progress, poke)
+        except TimeoutError:
+            if not deadline.expired():  # a reward function's own
+                raise
+            await self._give_up(lease, "deadline", f"not done in {self.rules.rollout_group_timeout:.0f} s")
+        except RequestRefused as error:
+            log.warning("prompt %d is dropped: %s", lease.prompt.id, error)
+            await self.broker.drop(lease, "refused")
+        except EngineDown as error:
+            log.warning("prompt %d is handed back: %s", lease.prompt.id, error)
+            await self.broker.hand_back([lease], "engine_down")
+        except SampleAborted as error:
+            await self._give_up(lease, "aborted", error)
+        except EngineError as error:
+            await self._give_up(lease, "bad_sample", error)
+        else:
+            await self._finish(lease, group)
+
+    async def _give_up(self, lease: Lease, reason: str, why: object) -> None:
+        log.warning("prompt %d gets a strike (%s): %s", lease.prompt.id, reason, why)
+        await self.broker.hand_back([lease], reason, "strike")
+
+    async def _finish(self, lease: Lease, group: Group) -> None:
+        self.made.append((time.monotonic(), sum(len(q.tokens) for s in group.samples for q in s.sequences)))
+        verdict = self.keep(group) if self.keep else None
+        if verdict is not None and not verdict.keep:
+            await self.broker.drop(lease, verdict.reason or "filtered")
+            return
+        try:
+            message = encode(group)
+        except MessageError as error:
+            await self._give_up(lease, "bad_sample", error)
+            return
+        if len(message) > self.rules.max_group_bytes:
+            log.error("prompt %d is dead-lettered: its group has %d bytes", lease.prompt.id, len(message))
+            await self.broker.hand_back([lease], "too_large", "bury")
+            return
+        await self._push(lease, message)
+
+    async def _push(self, lease: Lease, message: bytes) -> None:
+        began = said = time.monotonic()
+        while (answer := await self.broker.push(lease, message)) == "full":
+            if time.monotonic() - said > 30:
+                said = time.monotonic()
+                log.warning("the group list has been full for %.0f s; prompt %d waits", said - began, lease.prompt.id)
+            await asyncio.sleep(random.uniform(*FULL))
+        if answer == "lost":
+            log.info("prompt %d went round again meanwhile; its group is not needed", lease.prompt.id)
