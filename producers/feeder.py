@@ -62,7 +62,6 @@ class Feeder:
         self.broker = broker
         self.total = len(dataset) * config.num_epoch if config.num_epoch else None
         "Prompts of the whole run; None is without end."
-        self._cursor = 0
 
     @property
     def digest(self) -> str:
@@ -73,15 +72,14 @@ class Feeder:
     def run(self, stop: threading.Event) -> None:
         """Feed until `stop` is set or the run is stopping."""
         self.broker.describe_data(len(self.dataset), self.total, self.digest)
-        self._cursor = self.broker.cursor()
-        log.info("feeding rows=%d total=%s from=%d", len(self.dataset), self.total or "endless", self._cursor)
+        log.info("feeding rows=%d total=%s from=%d", len(self.dataset), self.total or "endless", self.broker.cursor())
         pause = FIRST_PAUSE
         while not stop.is_set() and not self.broker.stopping():
             if self._refeed() or self._top_up(stop):
                 pause = FIRST_PAUSE
             elif not stop.wait(pause):
                 pause = min(pause * 1.5, LONGEST_PAUSE)
-        log.info("feeder ends at=%d", self._cursor)
+        log.info("feeder ends")
 
     def _refeed(self) -> bool:
         ids = self.broker.refeed_ids(BATCH)
@@ -91,19 +89,19 @@ class Feeder:
         return bool(ids)
 
     def _top_up(self, stop: threading.Event) -> bool:
-        """Fill up to twice the low-water mark once it is passed, never beyond the end of the data."""
-        waiting, low = self.broker.backlog(), self.config.feed_low_water
-        want = 2 * low - waiting if waiting < low else 0
-        fed = False
-        while want > 0 and self._left() > 0 and not stop.is_set():
-            size = min(want, self._left(), BATCH)
-            records = self._records(range(self._cursor, self._cursor + size))
-            self._cursor = self.broker.feed(self._cursor, records)
-            want, fed = want - size, True
-        return fed
+        """Fill up to twice the low-water mark once it is passed, never beyond the end of the data.
 
-    def _left(self) -> int:
-        return BATCH if self.total is None else self.total - self._cursor
+        The cursor is read each time: a Redis that lost the end of its log may have gone back behind the end of the data.
+        """
+        waiting, low = self.broker.backlog(), self.config.feed_low_water
+        if waiting >= low:
+            return False
+        start = cursor = self.broker.cursor()
+        end = start + 2 * low - waiting
+        end = end if self.total is None else min(end, self.total)
+        while cursor < end and not stop.is_set():
+            cursor = self.broker.feed(cursor, self._records(range(cursor, min(end, cursor + BATCH))))
+        return cursor > start
 
     def _records(self, ids: range | list[int]) -> list[str]:
         config, rows = self.config, len(self.dataset)

@@ -194,6 +194,21 @@ def test_a_resume_at_the_very_end_feeds_nothing(tmp_path: Path) -> None:
         assert len(memory.fed) == 10
 
 
+def test_what_redis_lost_at_the_end_of_its_log_is_fed_once_more(tmp_path: Path) -> None:
+    memory = Memory()
+
+    def meanwhile(memory: Memory) -> None:
+        if memory.looks == 3:
+            assert len(memory.fed) == 10
+            del memory.fed[7:]
+            memory.waiting = 2
+        memory.status = "done" if memory.looks == 5 else "running"
+
+    memory.meanwhile = meanwhile
+    assert run(config(tmp_path, 10, num_epoch=1, feed_low_water=20), memory) == list(range(10))
+    assert memory.sizes == [10, 3]
+
+
 def test_two_feeders_feed_each_prompt_once(tmp_path: Path) -> None:
     memory, other = Memory(), Memory()
     settings = config(tmp_path, 20, num_epoch=2, rollout_shuffle=True, feed_low_water=4)
