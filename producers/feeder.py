@@ -91,7 +91,7 @@ class Feeder:
     def _top_up(self, stop: threading.Event) -> bool:
         """Fill up to twice the low-water mark once it is passed, never beyond the end of the data.
 
-        The cursor is read each time: a Redis that lost the end of its log may have gone back behind the end of the data.
+        The cursor is read each time: a Redis that lost the end of its log went back with it.
         """
         waiting, low = self.broker.backlog(), self.config.feed_low_water
         if waiting >= low:
