@@ -1,0 +1,151 @@
+"""Reads an Overview from Redis, in one transaction of cheap commands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from pipeline.broker import Broker
+from pipeline.fenced import HEARTBEAT_LIMIT_MS
+from pipeline.keys import GROUP
+from pipeline.overview import Caps, Overview, Prompts, Queues, Trainer, Worker
+from pipeline.replies import policy_of
+from pipeline.show import text
+
+
+def look(broker: Broker, save_interval: int | None = None) -> Overview:
+    """`save_interval`: where the caller knows it; what the trainer wrote into `state` goes before it."""
+    raw = broker.patiently(lambda: _ask(broker))
+    now = raw["time"][0] + raw["time"][1] / 1e6
+    state, config = _texts(raw["state"]), _json(raw["config"])
+    queues = _queues(raw, int(state.get("pushed", 0)))
+    policy = policy_of(raw["weights"])
+    total = state.get("feed_total", "")
+    return Overview(
+        status=state.get("status", "no trainer yet"),
+        why=state.get("why", ""),
+        paused=bool(state.get("paused")),
+        alarms=raw["alarm"],
+        queues=queues,
+        caps=_caps(queues, config, state.get("save_interval", save_interval)),
+        policy=policy,
+        policy_age=now - policy.time if policy else None,
+        trainer=_trainer(state, now),
+        workers=_workers(raw, now),
+        prompts=Prompts(
+            int(raw["feed"] or 0),
+            int(total) if total else None,
+            raw["committed"],
+            raw["dropped"],
+            raw["dead"],
+            _reasons(raw["counters"]),
+        ),
+    )
+
+
+def _ask(broker: Broker) -> dict[str, Any]:
+    keys, pipe = broker.keys, broker.client.pipeline(transaction=True)
+    asked = {
+        "time": pipe.time(),
+        **{name: pipe.hgetall(keys[name]) for name in ("state", "counters", "weights", "workers:info")},
+        **{name: pipe.get(keys[name]) for name in ("feed", "config")},
+        "fresh": pipe.xlen(keys["prompts"]),
+        "retry": pipe.xlen(keys["prompts:retry"]),
+        "fresh leased": pipe.xpending(keys["prompts"], GROUP),
+        "retry leased": pipe.xpending(keys["prompts:retry"], GROUP),
+        "groups": pipe.llen(keys["groups"]),
+        "sizes": pipe.lrange(keys["groups:sizes"], 0, -1),
+        "alarm": pipe.llen(keys["alarm"]),
+        "open": pipe.hlen(keys["open"]),
+        "unsettled": pipe.zrange(keys["unsettled"], 0, -1, withscores=True),
+        "refeed": pipe.scard(keys["refeed"]),
+        **{name: pipe.bitcount(keys[f"done:{name}"]) for name in ("committed", "dropped", "dead")},
+        "workers": pipe.zrange(keys["workers"], 0, -1, withscores=True),
+    }
+    replies = dict(zip(asked, pipe.execute(raise_on_error=False), strict=True))
+    for name, reply in replies.items():
+        if isinstance(reply, ResponseError) and name in ("fresh leased", "retry leased"):
+            replies[name] = {"pending": 0, "consumers": []}  # no consumer group yet
+        elif isinstance(reply, Exception):
+            raise reply
+    return replies
+
+
+def _queues(raw: Mapping[str, Any], pushed: int) -> Queues:
+    fresh, retry = raw["fresh leased"]["pending"], raw["retry leased"]["pending"]
+    popped = pushed - raw["groups"]
+    sizes = [int(entry.split()[0]) for entry in raw["sizes"]]
+    return Queues(
+        fresh=raw["fresh"] - fresh,
+        retry=raw["retry"] - retry,
+        in_flight=fresh + retry,
+        refeed=raw["refeed"],
+        queued=raw["groups"],
+        queued_bytes=sum(sizes[len(sizes) - raw["groups"] :]) if raw["groups"] else 0,
+        taken=sum(score <= popped for _, score in raw["unsettled"]),
+        trained=raw["open"] - len(raw["unsettled"]),
+        open=raw["open"],
+    )
+
+
+def _caps(queues: Queues, config: Mapping[str, Any], save_interval: str | int | None) -> Caps:
+    bound = config.get("bound")
+    return Caps(
+        queue=config.get("queue_capacity"),
+        queue_bytes=config.get("queue_max_bytes"),
+        in_flight=config.get("in_flight"),
+        bound=bound,
+        room=None if bound is None else bound - queues.in_flight - (queues.open - queues.trained),
+        open=None
+        if bound is None or save_interval is None
+        else int(save_interval) * config["rollout_batch_size"] + bound,
+        max_staleness=config.get("max_weight_staleness"),
+    )
+
+
+def _trainer(state: Mapping[str, str], now: float) -> Trainer:
+    seen = int(state.get("trainer_seen", 0))
+    age = now - seen / 1000
+    return Trainer(
+        name=state.get("trainer", ""),
+        epoch=int(state.get("epoch", 0)),
+        seen=age if seen else None,
+        alive=bool(seen) and age * 1000 < HEARTBEAT_LIMIT_MS,
+    )
+
+
+def _workers(raw: Mapping[str, Any], now: float) -> list[Worker]:
+    leased: dict[bytes, int] = {}
+    for name in ("fresh leased", "retry leased"):
+        for consumer in raw[name]["consumers"]:
+            leased[consumer["name"]] = leased.get(consumer["name"], 0) + consumer["pending"]
+    return [
+        Worker(text(name), now - score / 1000, leased.get(name, 0), _json(raw["workers:info"].get(name)))
+        for name, score in raw["workers"]
+    ]
+
+
+def _reasons(counters: Mapping[bytes, bytes]) -> dict[str, dict[str, int]]:
+    """`dropped:zero_std` 3 -> {"dropped": {"zero_std": 3}}; without a reason: left out."""
+    result: dict[str, dict[str, int]] = {"dropped": {}, "dead": {}, "recycled": {}, "strikes": {}}
+    for name, count in counters.items():
+        kind, colon, reason = text(name).partition(":")
+        if colon:
+            result.setdefault(kind, {})[reason] = int(count)
+    return result
+
+
+def _texts(raw: Mapping[bytes, bytes]) -> dict[str, str]:
+    return {text(key): text(value) for key, value in raw.items()}
+
+
+def _json(raw: bytes | None) -> dict[str, Any]:
+    """A JSON object; nothing where it is missing or something else."""
+    try:
+        value = json.loads(raw or b"{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

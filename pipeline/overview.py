@@ -1,0 +1,100 @@
+"""A run at one instant, for people: what waits where, who works, and how far it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.types import Policy
+
+
+@dataclass(frozen=True)
+class Queues:
+    """Prompts and groups, counted."""
+
+    fresh: int
+    "fresh prompts that wait"
+    retry: int
+    "prompts that wait for another round"
+    in_flight: int
+    "leased"
+    refeed: int
+    "to be fed again"
+    queued: int
+    "groups in the list"
+    queued_bytes: int
+    taken: int
+    "popped by the trainer, not yet published upon"
+    trained: int
+    "published upon, in no checkpoint yet"
+    open: int
+    "pushed, not yet committed: queued, taken or trained"
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What bounds them; None where no trainer has said so yet."""
+
+    queue: int | None
+    "groups in the list"
+    queue_bytes: int | None
+    in_flight: int | None
+    "groups leased at once; more while finished samples wait for their siblings"
+    bound: int | None
+    "groups leased or unsettled"
+    room: int | None
+    "groups that may still be leased"
+    open: int | None
+    "groups pushed and not committed: --save-interval batches and what `bound` allows"
+    max_staleness: int | None
+
+
+@dataclass(frozen=True)
+class Trainer:
+    name: str
+    epoch: int
+    seen: float | None
+    "seconds since its last sign of life; None: it has left"
+    alive: bool
+
+
+@dataclass(frozen=True)
+class Worker:
+    name: str
+    seen: float
+    "seconds since its last heartbeat"
+    leased: int
+    "prompts it holds, as Redis has it"
+    info: dict[str, Any]
+    "what it says of itself: host, pid, engine, version, loading, in_flight, samples, tokens_per_sec"
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What became of prompts; reasons as the counters have them."""
+
+    fed: int
+    total: int | None
+    "of the whole run; None: without end, or not known yet"
+    committed: int
+    dropped: int
+    dead: int
+    reasons: dict[str, dict[str, int]]
+    "dropped, dead, recycled, strikes, ... -> reason -> times"
+
+
+@dataclass(frozen=True)
+class Overview:
+    status: str
+    why: str
+    paused: bool
+    alarms: int
+    "fatal errors that the trainer has not read"
+    queues: Queues
+    caps: Caps
+    policy: Policy | None
+    policy_age: float | None
+    "seconds since it was published, by the trainer's clock"
+    trainer: Trainer
+    workers: list[Worker]
+    prompts: Prompts

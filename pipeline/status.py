@@ -1,0 +1,187 @@
+"""`millpond status`: what waits where, who works, how far the run is, and, where it stands still, why."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pipeline import show
+from pipeline.config import PositiveFloat, option
+from pipeline.entries import oldest_lag
+from pipeline.fenced import HEARTBEAT_LIMIT_MS
+from pipeline.find import Found, Look, arguments, found, settings
+from pipeline.glance import look
+from pipeline.overview import Overview, Worker
+
+METRICS = {
+    "rollout/raw_reward": "reward",
+    "rollout/fully_async/avg_staleness": "staleness",
+    "rollout/fully_async/max_staleness": "at most",
+    "perf/tokens_per_sec": "tokens/s",
+    "perf/step_time": "step s",
+    "perf/wait_time": "waited s",
+    "perf/train_time": "trained s",
+}
+"what of the last line of metrics.jsonl is shown, and how it is called"
+
+
+class StatusLook(Look):
+    """What waits where, who works, how far the run is."""
+
+    json_: bool = option(False, "one JSON document instead of text; with --watch one line each")
+    watch: PositiveFloat | None = option(None, "seconds: look again and again, until the run is stopped")
+
+
+def main(argv: list[str]) -> int:
+    options, words = arguments(StatusLook, argv, "millpond status")
+    with found(options, words) as run:
+        interval = run.folder and settings(run.folder).get("save_interval")
+        while True:
+            view = look(run.broker, interval if isinstance(interval, int) else None)
+            step = last_step(run.folder) if run.folder else {}
+            behind = oldest_lag(run.broker, view.policy)
+            if options.json_:
+                show.document(document(run, view, step, behind), None if options.watch else 2)
+            else:
+                if options.watch and sys.stdout.isatty():
+                    sys.stdout.write("\x1b[H\x1b[2J")
+                report(run, view, step, behind)
+            sys.stdout.flush()
+            if options.watch is None or run.stopped:
+                return 0
+            time.sleep(options.watch)
+
+
+def document(run: Found, view: Overview, step: dict[str, Any], behind: int | None) -> dict[str, Any]:
+    """For programs. `behind`: publications between the oldest queued group and the current weights."""
+    return {
+        "run": run.run,
+        "where": run.where,
+        "stopped": run.stopped,
+        **asdict(view),
+        "oldest_queued_lag": behind,
+        "metrics": step,
+        "notes": list(notes(view, run.stopped)),
+    }
+
+
+def report(run: Found, view: Overview, step: dict[str, Any], behind: int | None) -> None:
+    """For people, in 80 columns."""
+    stopped = f"; stopped (go on: millpond run --resume --out {run.folder})" if run.stopped else ""
+    why = f" ({show.clean(view.why)})" if view.why else ""
+    show.line(f"run {run.run} in {run.where}: {view.status}{why}{stopped}\n")
+    show.pairs([*_progress(view, step), *_flow(view, behind), *_fates(view)])
+    if view.workers:
+        show.line()
+        head = ("host", "pid", "engine", "version", "in flight", "samples", "tokens/s", "seen")
+        show.table(head, [_row(worker) for worker in view.workers])
+    sentences = list(notes(view, run.stopped))
+    if sentences:
+        show.line()
+    for sentence in sentences:
+        show.line(f"! {sentence}")
+
+
+def _progress(view: Overview, step: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    policy, trainer = view.policy, view.trainer
+    if policy and view.policy_age is not None:
+        restored = ", ".join(f"{n} restored {r}" for n, r in policy.lineage)
+        yield (
+            "version",
+            f"{policy.version}, step {policy.step}, {show.ago(view.policy_age)} old"
+            + (f"; lineage: {restored}" if restored else ""),
+        )
+    else:
+        yield "version", "none published yet"
+    if trainer.epoch:
+        seen = "has left" if trainer.seen is None else f"seen {show.ago(trainer.seen)} ago"
+        yield "trainer", f"{show.clean(trainer.name)}, epoch {trainer.epoch}, {seen}"
+    shown = [f"{word} {step[name]:.4g}" for name, word in METRICS.items() if isinstance(step.get(name), int | float)]
+    if shown:
+        yield "last step", f"{step.get('step')}: {', '.join(shown)}"
+
+
+def _flow(view: Overview, behind: int | None) -> Iterator[tuple[str, str]]:
+    q, caps, p = view.queues, view.caps, view.prompts
+    again = f", {q.refeed} to be fed again" if q.refeed else ""
+    yield "prompts", f"{p.fed} fed{_of(p.total)}; {q.fresh} fresh and {q.retry} retried wait{again}"
+    rate = sum(float(w.info.get("tokens_per_sec") or 0) for w in view.workers)
+    yield "in flight", f"{q.in_flight}{_of(caps.in_flight)} groups; workers: {len(view.workers)}, {rate:.4g} tokens/s"
+    size = f"{show.size(q.queued_bytes)}{_of(caps.queue_bytes, show.size)}"
+    lag = "" if behind is None else f"; the oldest lags by {behind}"
+    yield "queue", f"{q.queued}{_of(caps.queue)} groups, {size}{lag}"
+    yield "trainer has", f"{q.taken} taken, {q.trained} trained and not in a checkpoint"
+    limit = "unbounded" if caps.max_staleness is None else f"max staleness {caps.max_staleness}"
+    yield "room", "?" if caps.room is None else f"{max(0, caps.room)}{_of(caps.bound)} groups may be leased ({limit})"
+    yield "open", f"{q.open}{_of(caps.open)} groups pushed and not committed"
+
+
+def _of(limit: int | None, form: Any = str) -> str:
+    return "" if limit is None else f" of {form(limit)}"
+
+
+def _fates(view: Overview) -> Iterator[tuple[str, str]]:
+    p = view.prompts
+    yield "committed", str(p.committed)
+    for name, count in (("dropped", p.dropped), ("dead", p.dead)):
+        reasons = show.counts(p.reasons.get(name, {}))
+        yield name, f"{count}{f': {reasons}' if reasons else ''}"
+    for name in ("recycled", "strikes", *sorted(set(p.reasons) - {"dropped", "dead", "recycled", "strikes"})):
+        if reasons := show.counts(p.reasons[name]):
+            yield show.clean(name), reasons
+
+
+def _row(worker: Worker) -> tuple[str, ...]:
+    info = worker.info
+    version = info.get("version")
+    loading = f">{info['loading']}" if info.get("loading") is not None else ""
+    cells = (
+        show.shorten(str(info.get("host") or worker.name), 20),
+        info.get("pid", "?"),
+        info.get("engine", "?"),
+        f"{'none' if version is None else version}{loading}",
+        worker.leased,
+        info.get("samples", "?"),
+        info.get("tokens_per_sec", "?"),
+        f"{show.ago(worker.seen)} ago",
+    )
+    return tuple(show.clean(str(cell)) for cell in cells)
+
+
+def notes(view: Overview, stopped: bool = False) -> Iterator[str]:
+    """What keeps a run from going on, as far as it can be seen from here."""
+    q, caps = view.queues, view.caps
+    if stopped or view.status in ("done", "failed"):
+        return
+    if view.alarms:
+        yield "a fatal error waits for the trainer to read it: millpond inspect errors"
+    if view.paused:
+        yield "the run is paused: nothing is leased"
+    if not view.trainer.alive:
+        yield "no trainer is alive"
+    if not view.workers:
+        yield "no worker is there"
+    if silent := [show.clean(w.name) for w in view.workers if w.seen * 1000 > HEARTBEAT_LIMIT_MS]:
+        yield f"silent, soon declared dead: {', '.join(silent)}"
+    if caps.queue is not None and q.queued >= caps.queue:
+        yield "the queue is full: workers wait for the trainer"
+    elif caps.room is not None and caps.room <= 0:
+        yield "no room: workers wait for the next version"
+    if not (q.fresh or q.retry or q.refeed) and (view.prompts.total is None or view.prompts.fed < view.prompts.total):
+        yield "no prompts wait: is the feeder running?"
+
+
+def last_step(folder: Path) -> dict[str, Any]:
+    """The last whole line of the run's metrics.jsonl; nothing where there is none."""
+    with suppress(OSError, ValueError), (folder / "metrics.jsonl").open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - (1 << 16)))
+        lines = [line for line in file.read().split(b"\n")[:-1] if line]
+        value = json.loads(lines[-1]) if lines else {}
+        return value if isinstance(value, dict) else {}
+    return {}
