@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -64,12 +63,10 @@ class Drain:
         self,
         broker: TrainerBroker,
         rules: DrainRules,
-        stop: threading.Event,
         sample_filter: Callable[[Sequence[Group]], list[Group]] = list,
     ) -> None:
         self.broker = broker
         self.rules = rules
-        self.stop = stop
         self.sample_filter = sample_filter
         self.hand: dict[int, Group] = {}
         "decoded groups that are not handed over yet"
@@ -117,7 +114,7 @@ class Drain:
 
     def _take(self, need: int) -> bool:
         """Whether anything came."""
-        if self.stop.is_set():
+        if self.broker.stop.is_set():
             raise Stopped("asked to stop")
         messages, alarm = self.broker.take(need)
         if alarm is not None:
@@ -214,7 +211,7 @@ def missing(broker: TrainerBroker) -> str:
     state = broker.state()
     facts = [
         f"{len(alive)} live workers of {len(workers)}",
-        f"{broker.backlog()} prompts in the streams",
+        f"{broker.backlog()} prompts waiting",
         f"{client.llen(keys['groups'])} groups queued",
         f"{client.zcard(keys['unsettled'])} unsettled",
         f"{state.get('feed_total') or 'endless'} prompts to feed, {broker.cursor()} fed",

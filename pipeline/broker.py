@@ -11,6 +11,8 @@ verb is sent again; what a lost reply may have left behind is found by `check`.
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -32,6 +34,11 @@ class Broker:
     def __init__(self, url: str, keys: Keys, name: str, patience: float = 300.0) -> None:
         self.keys = keys
         self.patience = patience
+        self.began = time.monotonic()
+        self.stop = threading.Event()
+        "set by the owner: an outage is not waited out any longer"
+        self.lived = False
+        "the run has been seen neither done nor failed"
         self.seen = Seen()
         self.client = connect(url, f"millpond:{keys.run}:{name}", self.seen)
 
@@ -58,7 +65,7 @@ class Broker:
 
     def outage(self, error: Exception) -> None:
         """Returns when Redis is back and agrees with us."""
-        Outage(error, self.patience).wait(self.client)
+        Outage(error, self.patience, self.stop).wait(self.client)
         if self.seen.restarted:
             self.seen.restarted = False
             self.returned()
@@ -72,10 +79,8 @@ class Broker:
         return self.patiently(lambda: int(self.client.get(self.keys["feed"]) or 0))
 
     def backlog(self) -> int:
-        """Entries in both streams, leased ones included."""
-        return self.patiently(
-            lambda: int(self.client.xlen(self.keys["prompts"])) + int(self.client.xlen(self.keys["prompts:retry"]))
-        )
+        """Prompts in the streams that nobody has leased."""
+        return int(self.patiently(lambda: self.script("waiting")))
 
     def feed(self, cursor: int, records: Sequence[str]) -> int:
         """Compare-and-set; the cursor as it is afterwards. A repeat after a lost reply feeds nothing twice."""
@@ -96,14 +101,17 @@ class Broker:
         before = self.state().get("data", mine)
         if before != mine:
             raise UsageError(
-                f"run {self.keys.run} was fed from other data ({before}) than --prompt-data now holds ({mine}): "
-                "give the same file, or another --run"
+                f"run {self.keys.run} was fed from other data ({before}) than it would be now ({mine}): give the same "
+                "--prompt-data, keys, --rollout-shuffle and --rollout-seed, or another --run"
             )
         fields: Any = {"data": mine, "feed_total": "" if total is None else str(total)}
         self.patiently(lambda: self.client.hset(self.keys["state"], mapping=fields))
 
     def stopping(self) -> bool:
-        return self.state().get("status") in ("done", "failed")
+        """The run has ended. One that had ended before we came may be about to be resumed: that is waited for."""
+        ended = self.state().get("status") in ("done", "failed")
+        self.lived = self.lived or not ended
+        return ended and (self.lived or time.monotonic() - self.began > self.patience)
 
     # -- looking
 

@@ -12,6 +12,7 @@ import ctypes
 import logging
 import random
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from pipeline.errors import RedisDown, RedisUnusable, UsageError
+from pipeline.errors import RedisDown, RedisUnusable, Stopped, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +146,8 @@ def verify(client: redis.Redis) -> list[str]:
 class Outage:
     """One outage: a line when it begins, back-off with jitter, a line when it ends, RedisDown past the deadline."""
 
-    def __init__(self, cause: Exception, patience: float) -> None:
+    def __init__(self, cause: Exception, patience: float, stop: threading.Event | None = None) -> None:
+        self.stop = stop or threading.Event()
         self.began = time.monotonic()
         self.patience = patience
         self.cause = cause
@@ -154,7 +156,9 @@ class Outage:
             log.warning("Redis is away (%s: %s); waiting up to %.0f s", type(cause).__name__, cause, patience)
 
     def next_delay(self) -> float:
-        """Seconds to wait before the next look."""
+        """Seconds to wait before the next look; Stopped where the owner was asked to end."""
+        if self.stop.is_set():
+            raise Stopped(f"asked to stop while Redis was away ({self.cause})")
         if time.monotonic() - self.began > self.patience:
             raise RedisDown(
                 f"Redis was away for {self.patience:.0f} s (--redis-patience); last: {self.cause}"
@@ -168,7 +172,7 @@ class Outage:
     def wait(self, client: redis.Redis) -> None:
         """Returns when the server answers and takes writes again, as far as a PING can tell."""
         while True:
-            time.sleep(self.next_delay())
+            self.stop.wait(self.next_delay())
             try:
                 client.ping()
             except RedisError as error:

@@ -240,7 +240,7 @@ class TrainerBroker(Broker):
                 raise
             time.sleep(0.1)
             if not isinstance(error, (_Older, Restarted)):
-                Outage(error, self.patience).wait(self.client)
+                Outage(error, self.patience, self.stop).wait(self.client)
             self.seen.restarted = False
             return self._reconcile(reason)
         return len(missing)

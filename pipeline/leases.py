@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,8 @@ class WorkerBroker:
         self.keys = keys
         self.worker = worker
         self.patience = patience
+        self.stop = threading.Event()
+        "set by the owner: an outage is not waited out any longer"
         self.seen = Seen()
         self.client = connect_async(url, f"millpond:{keys.run}:worker", self.seen)
         self.suspect = False
@@ -119,7 +122,7 @@ class WorkerBroker:
                 await self.outage(error)
 
     async def outage(self, error: Exception) -> None:
-        await Outage(error, self.patience).wait_async(self.client)
+        await Outage(error, self.patience, self.stop).wait_async(self.client)
         self.seen.restarted = False
         self.suspect = True
 

@@ -1,7 +1,7 @@
-"""`millpond run`: a whole run on one machine. Starts Redis, feeder, generators and trainer as processes and watches them.
+"""`millpond run`: a whole run on one machine: starts Redis, feeder, generators and trainer as processes, watches them.
 
 A process that was killed is started again, a bounded number of times; one that ends with an error ends the run with
-that error. Ctrl-C stops in order: the trainer saves, the generators hand back, Redis keeps the data; twice stops at once.
+that error. Ctrl-C stops in order: the trainer saves, generators hand back, Redis keeps the data; twice: at once.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from pipeline.broker import Broker
 from pipeline.code import digest
@@ -41,10 +41,9 @@ def feed(argv: list[str]) -> int:
     setup("feeder", found.folder)
     broker = Broker(found.url, Keys(found.run), "feeder", config.redis_patience)
     _warn(broker)
-    stop = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda *_: stop.set())
-    return feeder.main(config, broker, stop)
+        signal.signal(name, lambda *_: broker.stop.set())
+    return feeder.main(config, broker, broker.stop)
 
 
 def generate(argv: list[str]) -> int:
@@ -56,7 +55,12 @@ def generate(argv: list[str]) -> int:
     broker = Broker(found.url, Keys(found.run), "worker", config.redis_patience)
     _warn(broker)
     broker.close()
-    return asyncio.run(_generate(config, found))
+    code = asyncio.run(_generate(config, found))
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        log.warning("a reward function is still running; it is not waited for")
+        logging.shutdown()
+        os._exit(code)
+    return code
 
 
 def _warn(broker: Broker) -> None:
@@ -67,15 +71,12 @@ def _warn(broker: Broker) -> None:
 async def _generate(config: GenerateConfig, found: Place) -> int:
     worker = new_worker_id()
     broker = WorkerBroker(found.url, Keys(found.run), worker, config.redis_patience)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, stop.set)
+    _on_signals(broker.stop.set)
     try:
-        rules = await _rules(broker, config, stop)
+        rules = await _rules(broker, config)
         if rules is not None:
             async with _generator(broker, config, rules, found) as generator:
-                generator.stop = stop
+                _on_signals(generator.halt)
                 await generator.run()
     except MillpondError as error:
         await broker.fail(traceback.format_exc(), str(error))
@@ -87,6 +88,11 @@ async def _generate(config: GenerateConfig, found: Place) -> int:
         await broker.close()
     log.info("everything is handed back; worker %s leaves", worker)
     return 0
+
+
+def _on_signals(act: Callable[[], None]) -> None:
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, act)
 
 
 @contextlib.asynccontextmanager
@@ -123,10 +129,10 @@ async def _generator(
         await engine.close()
 
 
-async def _rules(broker: WorkerBroker, config: GenerateConfig, stop: asyncio.Event) -> Agreed | None:
+async def _rules(broker: WorkerBroker, config: GenerateConfig) -> Agreed | None:
     """What the trainer has written for all workers; None when told to stop before there was anything."""
     began = said = time.monotonic()
-    while not stop.is_set():
+    while not broker.stop.is_set():
         rules = await broker.agreed()
         if rules is not None:
             _same_code(rules, config)
@@ -137,9 +143,7 @@ async def _rules(broker: WorkerBroker, config: GenerateConfig, stop: asyncio.Eve
         if now - said > 30:
             said = now
             log.warning("run %s has no trainer yet; waiting", broker.keys.run)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await stop.wait()
+        await asyncio.sleep(0.2)
     return None
 
 

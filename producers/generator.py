@@ -54,24 +54,25 @@ class Generator:
         self.concurrency = concurrency
         self.jobs: dict[str, Job] = {}
         self.poke = asyncio.Event()
-        self.stop = asyncio.Event()
         self.wakeful = True
         "something may have changed since a lease gave less than was wanted"
         self.loading: int | None = None
         self.policy: Policy | None = None
         self.weights = asyncio.Lock()
-        self.turned = time.monotonic()
+        self.began = self.turned = time.monotonic()
+        self.lived = False
+        "the run has been seen neither done nor failed"
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # -- the loop
 
     async def run(self) -> None:
-        """Until `stop` is set or the run ends; then all is handed back. Raises the first bug that any prompt met."""
+        """Until told to halt or the run ends; then all is handed back. Raises the first bug that any prompt met."""
         helpers = [asyncio.create_task(self._listen()), asyncio.create_task(self._turn())]
         for helper in helpers:
             helper.add_done_callback(self._notice)
         try:
-            while not self.stop.is_set() and not self.failed.done():
+            while not self.broker.stop.is_set() and not self.failed.done():
                 if self.broker.suspect:
                     await self._adopt()
                 await self._refill()
@@ -186,14 +187,21 @@ class Generator:
         }
 
     def hear(self, pulse: Pulse) -> None:
-        """What a heartbeat brought."""
+        """What a heartbeat brought. A run that had ended before we came may be about to be resumed: wait for that."""
         if not pulse.known:
             self.wakeful = True
             self.poke.set()
-        elif pulse.status in ("done", "failed"):
+            return
+        ended = pulse.status in ("done", "failed")
+        self.lived = self.lived or not ended
+        if ended and (self.lived or time.monotonic() - self.began > self.broker.patience):
             log.info("the run is %s", pulse.status)
-            self.stop.set()
-            self.poke.set()
+            self.halt()
+
+    def halt(self) -> None:
+        """Hand all back and end, soon."""
+        self.broker.stop.set()
+        self.poke.set()
 
     async def _listen(self) -> None:
         async for word in self.broker.wakes():

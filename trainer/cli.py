@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 from functools import partial
 
 from consumers import filters
@@ -39,9 +38,8 @@ def main(argv: list[str]) -> int:
     broker = TrainerBroker(place.url, Keys(place.run), config.redis_patience)
     for warning in [*warnings, *broker.patiently(lambda: verify(broker.client))]:
         log.warning(warning)
-    stop = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda *_: stop.set())
+        signal.signal(name, lambda *_: broker.stop.set())
     selection = resolve_rollout(config)
     rollout = code.load(selection.rollout, "--rollout-function-path")
     backend = backends.build(config, selection.tis)
@@ -50,7 +48,7 @@ def main(argv: list[str]) -> int:
     pulse.start()
     try:
         report = Reporter(folder / "metrics.jsonl", broker, now.step)
-        drain = _drain(config, broker, stop)
+        drain = _drain(config, broker)
         Loop(config, broker, backend, folder, rollout, drain, report, selection.max_staleness, now).run()
     except MillpondError:
         raise
@@ -64,7 +62,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _drain(config: TrainConfig, broker: TrainerBroker, stop: threading.Event) -> Drain:
+def _drain(config: TrainConfig, broker: TrainerBroker) -> Drain:
     rules = DrainRules(
         size=config.rollout_batch_size,
         n_samples=config.n_samples_per_prompt,
@@ -74,6 +72,6 @@ def _drain(config: TrainConfig, broker: TrainerBroker, stop: threading.Event) ->
     )
     path = config.rollout_sample_filter_path
     if path is None:
-        return Drain(broker, rules, stop)
+        return Drain(broker, rules)
     function = code.load(path, "--rollout-sample-filter-path")
-    return Drain(broker, rules, stop, partial(filters.rollout_sample_filter, function))
+    return Drain(broker, rules, partial(filters.rollout_sample_filter, function))
