@@ -29,6 +29,7 @@ def resolve(argv: Sequence[str]) -> RunConfig:
             raise UsageError(f"--resume: {folder} holds no run (no config.toml)")
         if "--config" not in argv:
             argv = ["--config", str(folder / "config.toml"), *argv]
+        first = parse(RunConfig, argv, os.environ, "millpond run")
     demo = first.hf_checkpoint is None and first.prompt_data is None
     config = parse(RunConfig, argv, os.environ, "millpond run", PRESET if demo else None)
     name = config.run or (folder.name if folder else time.strftime("run-%Y%m%d-%H%M%S"))
