@@ -87,9 +87,9 @@ def test_both_clients_connect_with_the_url(server: EmbeddedServer) -> None:
 
 def test_nothing_is_served_without_the_password(server: EmbeddedServer) -> None:
     once = Retry(NoBackoff(), 0)
-    with redis.Redis(unix_socket_path=str(server.socket), retry=once) as stranger:
-        with pytest.raises(redis.AuthenticationError):
-            stranger.ping()
+    stranger = redis.Redis(unix_socket_path=str(server.socket), retry=once)
+    with stranger, pytest.raises(redis.AuthenticationError):
+        stranger.ping()
 
 
 def test_the_settings_are_those_of_a_broker(server: EmbeddedServer) -> None:
