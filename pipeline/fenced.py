@@ -10,10 +10,11 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from pipeline.broker import Broker
 from pipeline.connect import BLOCK, Outage, Restarted, passing
@@ -71,10 +72,19 @@ class TrainerBroker(Broker):
     def durable(self) -> None:
         """Waits until the last write is on disk, where the server can say so (WAITAOF)."""
         try:
-            self.client.execute_command("WAITAOF", 1, 0, 2000)
+            if self._flushes:
+                self.client.execute_command("WAITAOF", 1, 0, 2000)
         except RedisError as error:
             if passing(error):
                 self.outage(error)
+
+    @cached_property
+    def _flushes(self) -> bool:
+        """Whether the server brings its log to the disk in time; where it does not, WAITAOF waits in vain."""
+        try:
+            return self.client.config_get("appendfsync").get("appendfsync") != "no"
+        except ResponseError:
+            return True  # not for us to ask
 
     # -- the fence itself
 
