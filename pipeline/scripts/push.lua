@@ -10,7 +10,7 @@ local function undo(answer)
 end
 
 local p = owned(stream, ARGV[2], ARGV[3])
-if not p then
+if not p or p.id ~= ARGV[4] or p.attempt ~= ARGV[5] then
   local before = opened(ARGV[4])
   local same = before and before.attempt == ARGV[5]
   return undo((same or redis.call('GETBIT', done_committed, ARGV[4]) == 1) and 'pushed' or 'lost')
