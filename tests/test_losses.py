@@ -77,3 +77,17 @@ def test_importance_weights_are_cut_on_both_sides_and_carry_no_gradient() -> Non
 def test_an_importance_ratio_that_would_overflow_stays_finite() -> None:
     _, ratio = truncated(torch.zeros(1), torch.full((1,), -1000.0), 0.0, 2.0)
     assert ratio.isfinite().all()
+
+
+def test_entropy_as_a_figure_is_the_same_over_many_tokens() -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(1300, 7), torch.zeros(1300, dtype=torch.int64)
+    whole = logprobs_and_entropy(logits, targets, True)
+    pieces = logprobs_and_entropy(logits, targets, False)
+    assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
+
+
+def test_bfloat16_logits_are_worked_on_in_float32() -> None:
+    logits = torch.randn(3, 7, dtype=torch.bfloat16)
+    logprobs, _ = logprobs_and_entropy(logits, torch.tensor([0, 1, 2]), True)
+    assert torch.equal(logprobs, logprobs_and_entropy(logits.float(), torch.tensor([0, 1, 2]), True)[0])

@@ -176,7 +176,7 @@ def masked(reason: str) -> list[Group]:
 def test_a_masked_batch_moves_no_weight_by_a_bit(
     checkpoint: Path, tmp_path: Path, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trained = backend(checkpoint, weight_decay=0.1)
+    trained = backend(checkpoint, weight_decay=0.1, lr_warmup_iters=10)
     trained.train(random_groups(2, 4), 0)  # from here on Adam has momentum
     before = weights(trained, tmp_path / "before")
     with caplog.at_level(logging.WARNING):
@@ -185,6 +185,7 @@ def test_a_masked_batch_moves_no_weight_by_a_bit(
     assert metrics["train/loss"] == metrics["train/grad_norm"] == metrics["train/skipped"] == 0
     assert metrics["train/masked_samples"] == 2
     assert "masked" in caplog.text
+    assert trained.train(random_groups(2, 4), 2)["train/lr"] == pytest.approx(2e-4)
 
 
 def test_equal_rewards_move_no_weight_unless_entropy_is_asked_for(
@@ -256,6 +257,20 @@ def test_a_restored_trainer_makes_the_same_next_step(checkpoint: Path, tmp_path:
     groups = random_groups(4, 4, seed=9)
     assert first.train(groups, 2) == second.train(groups, 2)
     assert same(weights(first, tmp_path / "a"), weights(second, tmp_path / "b"))
+
+
+def test_a_restored_trainer_keeps_to_its_own_settings(checkpoint: Path, tmp_path: Path) -> None:
+    first = backend(checkpoint)
+    first.train(random_groups(2, 4), 0)
+    (tmp_path / "saved").mkdir()
+    first.save(tmp_path / "saved")
+    results = []
+    for decay in (0.0, 0.5):
+        second = backend(checkpoint, weight_decay=decay)
+        second.load(tmp_path / "saved")
+        second.train(random_groups(2, 4), 1)
+        results.append(weights(second, tmp_path / f"decay {decay}"))
+    assert not same(*results)
 
 
 def test_a_state_that_is_missing_or_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -12,15 +12,18 @@ from torch import Tensor
 LOG_RATIO_LIMIT = 20.0
 "log ratios beyond this (as in verl) would overflow and turn a gradient of 0 into NaN"
 
+PIECE = 512
+"tokens at once where a figure is worked out over the vocabulary"
+
 
 def logprobs_and_entropy(logits: Tensor, targets: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    """float32 [N, V], int64 [N] -> log-probability of each target and entropy in nats, [N] both.
+    """[N, V], int64 [N] -> log-probability of each target and entropy in nats, float32 [N] both.
 
-    Without `entropy_gradient` the entropy is only a figure, and costs no memory until the backward pass.
+    Without `entropy_gradient` the entropy is only a figure, worked out by pieces: memory stays that of the log-softmax.
     """
-    logs = torch.log_softmax(logits, dim=-1)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
-        entropy = -(logs.exp() * logs).sum(dim=-1)
+    logs = torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    parts = (logs,) if entropy_gradient else torch.split(logs.detach(), PIECE)
+    entropy = torch.cat([-(part.exp() * part).sum(dim=-1) for part in parts])
     return logs.gather(1, targets[:, None])[:, 0], entropy
 
 

@@ -32,7 +32,7 @@ class CausalModel:
         head.register_forward_pre_hook(self._keep)
 
     def logits(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """int64 [B, T] padded on the right, int64 [N] into the flattened [B * T] -> float32 [N, V].
+        """int64 [B, T] padded on the right, int64 [N] into the flattened [B * T] -> [N, V] (bfloat16 on a GPU).
 
         Only the N positions reach the output head: with a large vocabulary the logits of all would not fit. What a
         model does to its logits after the head (scaling, capping) stays in place.
@@ -40,7 +40,7 @@ class CausalModel:
         self._positions = positions
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
             logits: Tensor = self.module(input_ids=input_ids, use_cache=False).logits[0]
-        return logits.float()
+        return logits
 
     def save(self, folder: Path) -> None:
         """In the checkpoint's own dtype, in shards of at most 5 GB; tokenizer files go along."""

@@ -87,7 +87,9 @@ class TorchBackend:
         torch.save(state, folder / STATE)
 
     def load(self, folder: Path) -> None:
+        """The optimizer's settings stay those of this configuration."""
         path = folder / STATE
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         if not zipfile.is_zipfile(path):
             raise WeightsError(f"{path}: missing or damaged")
         try:
@@ -96,6 +98,8 @@ class TorchBackend:
             self._optimizer.load_state_dict(state["optimizer"])
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise WeightsError(f"{path}: not a training state of this model: {error}") from error
+        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(own)
         self._updates = int(state["updates"])
         cpu, *cuda = state["rng"]
         torch.set_rng_state(cpu)
@@ -108,7 +112,7 @@ class TorchBackend:
     def _minibatch(self, micros: list[Microbatch], olds: list[Tensor | None], step: int) -> tuple[Tensor, float] | None:
         """One optimizer step. Returns sums of the figures and the gradient norm, None where they are not finite.
 
-        With nothing to learn the optimizer is not called: its momentum and decay would move the weights.
+        With nothing to learn there is no backward pass: on gradients of 0 momentum and decay would move the weights.
         """
         count = _count(micros)
         learn = count > 0 and (self._config.entropy_coef > 0 or any(bool(m.advantages.any()) for m in micros))
@@ -151,7 +155,9 @@ class TorchBackend:
 
     def _forward(self, micro: Microbatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy at each trained token, [N], at the rollout's temperature."""
-        logits = self._model.logits(micro.input_ids, micro.predictors) / self._config.rollout_temperature
+        logits, temperature = self._model.logits(micro.input_ids, micro.predictors), self._config.rollout_temperature
+        if temperature != 1:  # a copy less where it is
+            logits = logits.float() / temperature
         return losses.logprobs_and_entropy(logits, micro.targets, self._config.entropy_coef > 0)
 
     def _old(self, micro: Microbatch, minibatches: int) -> Tensor | None:
