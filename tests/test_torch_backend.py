@@ -18,10 +18,7 @@ from pipeline.types import Group
 from trainer import demo_model
 from trainer.advantages import grpo
 from trainer.backends import build
-from trainer.backends.hf import CausalModel
 from trainer.backends.torch import TorchBackend
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -301,51 +298,6 @@ def test_saved_weights_load_with_transformers_and_give_the_same_logits(checkpoin
     assert loaded.generation_config.eos_token_id == 1
 
 
-def tiny(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """A model of another make, with random weights large enough for its logits to differ; saved and returned."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    shape = {"vocab_size": 30, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.3}
-    if kind == "llama, tied":
-        model: Any = LlamaForCausalLM(LlamaConfig(**shape, **heads, tie_word_embeddings=True))
-    else:
-        caps = {"final_logit_softcapping": 2.0, "sliding_window": 3}
-        model = Gemma2ForCausalLM(Gemma2Config(**shape, **heads, **caps))
-    model.to(dtype).save_pretrained(folder)
-    return model.float().eval()
-
-
-@pytest.mark.parametrize("kind", ["llama, tied", "gemma, capped, sliding window"])
-def test_logits_at_chosen_positions_of_padded_rows_are_those_of_a_plain_forward_pass(kind: str, tmp_path: Path) -> None:
-    model = tiny(kind, tmp_path)
-    rows = [[3, 4, 5, 6, 7, 8, 9], [10, 11, 12]]
-    padded = torch.tensor([rows[0], rows[1] + [0] * 4])
-    with torch.no_grad():
-        found = CausalModel(tmp_path, CPU).logits(padded, torch.tensor([4, 6, 8, 9]))
-        first, second = (model(input_ids=torch.tensor([row])).logits[0] for row in rows)
-    expected = torch.stack([first[4], first[6], second[1], second[2]])
-    assert float((found - expected).abs().max()) < 1e-5
-    assert float(expected.std()) > 0.1
-
-
-def test_weights_are_published_in_the_checkpoints_dtype_and_tied_ones_once(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-    from transformers import AutoConfig
-
-    for name in ("from", "to"):
-        (tmp_path / name).mkdir()
-    tiny("llama, tied", tmp_path / "from", torch.bfloat16)
-    model = CausalModel(tmp_path / "from", CPU)
-    assert {p.dtype for p in model.module.parameters()} == {torch.float32}
-    model.save(tmp_path / "to")
-    written = load_file(tmp_path / "to" / "model.safetensors")
-    assert {t.dtype for t in written.values()} == {torch.bfloat16}
-    assert same(written, load_file(tmp_path / "from" / "model.safetensors"))
-    assert AutoConfig.from_pretrained(tmp_path / "to").dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("present", [True, False])
 def test_a_folder_without_a_model_is_refused_with_the_flag(tmp_path: Path, present: bool) -> None:
     if present:
@@ -357,26 +309,3 @@ def test_a_folder_without_a_model_is_refused_with_the_flag(tmp_path: Path, prese
 def test_a_device_that_is_not_there_is_refused_with_the_flag(checkpoint: Path) -> None:
     with pytest.raises(UsageError, match="--device"):
         backend(checkpoint, device="nonsense")
-
-
-def test_the_demo_model_follows_its_seed_and_is_made_once(checkpoint: Path, tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    for name, seed in (("same", 0), ("other", 1)):
-        demo_model.make(tmp_path / name, seed)
-    assert torch.equal(torch.get_rng_state(), before)
-    made = {p.name: p.read_bytes() for p in checkpoint.iterdir()}
-    assert made == {p.name: p.read_bytes() for p in (tmp_path / "same").iterdir()}
-    assert made["model.safetensors"] != (tmp_path / "other" / "model.safetensors").read_bytes()
-    demo_model.make(tmp_path / "other", 0)
-    assert made["model.safetensors"] != (tmp_path / "other" / "model.safetensors").read_bytes()
-
-
-def test_the_demo_tokenizer_has_one_token_a_character(checkpoint: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    ids = tokenizer("A:3907=").input_ids
-    assert len(ids) == 7
-    assert tokenizer.decode(ids) == "A:3907="
-    assert tokenizer.eos_token_id == 1
