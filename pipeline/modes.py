@@ -169,6 +169,11 @@ def _going_on(config: Trained) -> Iterator[str]:
             "--resume needs checkpoints, and with --save-interval 0 there are none: groups count as trained when their "
             "weights are published. Start a new run, from the last weights if you like (--hf-checkpoint)"
         )
+    if config.load is not None and not config.resume:
+        yield (
+            f"--load {config.load}: a checkpoint says which prompts were trained on, so it belongs to its run; add "
+            "--resume to go on from it, or start a new run from a weights folder with --hf-checkpoint"
+        )
     if isinstance(config, TrainConfig) and config.take_over and config.wait:
         yield "--take-over goes ahead at once and --wait waits for the other trainer; use one"
 

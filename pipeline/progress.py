@@ -82,6 +82,11 @@ class Progress:
         if self.live:
             self.live.stop()
 
+    def skip(self, lines: list[Line]) -> None:
+        """Steps of before a resume."""
+        self.first, self.last = (lines[0], lines[-1]) if lines else (None, None)
+        self.said = lines[-1]["step"] if lines else -1.0
+
     def add(self, lines: list[Line], queues: dict[str, int]) -> None:
         if not lines:
             return

@@ -118,6 +118,7 @@ class Supervisor:
     def _watch(self) -> int:
         """Until the trainer has ended, or something that will not heal has happened."""
         tail, looked, queues = Tail(self.folder / "metrics.jsonl"), 0.0, {}
+        self.progress.skip(tail.read())
         while True:
             time.sleep(0.1)
             if time.monotonic() - looked > 1.0:

@@ -83,7 +83,8 @@ class Loop:
         """Write aside, rename, then announce. Room opens for what these weights were trained on."""
         root = self.folder / "weights"
         path, digest = weights.save_aside(self.backend, root, version)
-        policy = Policy(version, str(path.resolve()), "hf", digest, self.now.step, time.time(), self.now.lineage)
+        where = str(path.resolve()) if digest else ""
+        policy = Policy(version, where, "hf", digest, self.now.step, time.time(), self.now.lineage)
         trained = list(self.broker.ledger.taken.values())
         self.broker.publish(policy, trained)
         self.now = replace(self.now, version=version)
