@@ -1,0 +1,220 @@
+"""Real small things for the tests of drain, generator and trainer: groups to order, an engine held by hand, a crew."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import numpy as np
+from rig import Rig
+
+from consumers.drain import Drain, DrainRules
+from pipeline.broker import Broker
+from pipeline.codec import encode
+from pipeline.config import Agreed
+from pipeline.errors import WeightsError
+from pipeline.fenced import TrainerBroker
+from pipeline.leases import Lease, WorkerBroker
+from pipeline.types import ABORTED, COMPLETED, Group, Policy, Prompt, Sample, Sequence, Span
+from producers.engines.base import Completion, Engine, Request
+from producers.engines.echo import EchoEngine
+from producers.filters import Filter
+from producers.generator import Generator
+from producers.group import Maker, seed_of
+from producers.rewards import BuiltIn, Scorer
+from producers.tokens import ByteTokenizer
+from producers.work import Worker
+
+# -- prompts and groups
+
+
+def record(id: int) -> str:
+    """A prompt's record: the echo engine gets its text, `p` and the id, as tokens."""
+    return json.dumps({"prompt": f"p{id}", "label": None, "metadata": {}})
+
+
+def feed(rig: Rig, prompts: int, ends: bool = False) -> Broker:
+    """So many more prompts; with `ends` they are the last."""
+    feeder = rig.feeder()
+    cursor = feeder.cursor()
+    after = feeder.feed(cursor, [record(id) for id in range(cursor, cursor + prompts)])
+    if ends:
+        feeder.describe_data(after, after, "digest")
+    return feeder
+
+
+def sequence(*versions: int | None) -> Sequence:
+    """A prompt of two tokens, then one token by each version."""
+    tokens = np.arange(3, 3 + len(versions), dtype=np.int32)
+    spans = tuple(Span(version, at, at + 1) for at, version in enumerate(versions))
+    return Sequence(tokens[:2], tokens, np.full(len(tokens), -1, np.float32), np.ones(len(tokens), np.uint8), spans)
+
+
+def group(prompt: Prompt, *versions: int | None, n: int = 2, status: str = COMPLETED) -> Group:
+    """n samples of one sequence each; the first has tokens by all `versions`, the others by the last."""
+    first = Sample(0, status, "answer", 1.0, (sequence(*versions),))
+    others = (Sample(i, COMPLETED, "answer", 0.0, (sequence(versions[-1]),)) for i in range(1, n))
+    return Group(prompt, (first, *others), "w1", 0.1)
+
+
+def push(rig: Rig, worker: WorkerBroker, lease: Lease, *versions: int | None, **how: Any) -> bytes:
+    message = encode(group(lease.prompt, *versions, **how))
+    assert rig.do(worker.push(lease, message)) == "pushed"
+    return message
+
+
+def queue(rig: Rig, worker: WorkerBroker, *versions: int | None, **how: Any) -> list[Lease]:
+    """One group in the list for each version, oldest token first."""
+    leases = rig.lease(worker, len(versions))
+    assert len(leases) == len(versions)
+    for lease, version in zip(leases, versions, strict=True):
+        push(rig, worker, lease, version, **how)
+    return leases
+
+
+ABORT = {"status": ABORTED}
+
+
+def drain_of(trainer: TrainerBroker, size: int = 2, **changes: Any) -> Drain:
+    """Of groups of two samples; starves at once."""
+    rules: dict[str, Any] = {"n_samples": 2, "handler": "retry", "starve_timeout": 0.01, "drop_last": False}
+    return Drain(trainer, DrainRules(size=size, **{**rules, **changes}))
+
+
+# -- an engine in the test's hand
+
+
+class Hand(EchoEngine):
+    """An echo engine whose answers of 4 tokens never end by themselves; a test ends them, by prompt and sample."""
+
+    def __init__(self) -> None:
+        super().__init__("1e9", 4)
+        self.held: dict[tuple[int, int], str] = {}
+        "(prompt, sample) -> rid of each request that runs"
+        self.sent: list[tuple[int, int]] = []
+        "all that ever came"
+        self.gate = asyncio.Event()
+        "while it is clear, loads wait"
+        self.gate.set()
+        self.loads: list[int] = []
+        "versions of the loads that began"
+        self.gone: set[int] = set()
+        "versions whose folder has vanished"
+
+    async def generate(self, request: Request) -> Completion:
+        prompt = int(bytes(request.tokens.tolist())[1:])
+        key = prompt, next(i for i in range(64) if seed_of(42, prompt, i) == request.seed)
+        self.held[key] = request.rid
+        self.sent.append(key)
+        try:
+            return await super().generate(request)
+        finally:
+            del self.held[key]
+
+    def prompts(self) -> list[int]:
+        """With a request that runs."""
+        return sorted({prompt for prompt, _ in self.held})
+
+    def advance(self, prompt: int, share: float) -> None:
+        """All that runs of the prompt has so much of its tokens."""
+        for key, rid in self.held.items():
+            if key[0] == prompt:
+                self._flights[rid].ran = share * self._flights[rid].answer.seconds
+
+    def end(self, prompt: int, *samples: int) -> None:
+        """Of all samples, where none is named."""
+        for key in [key for key in self.held if key[0] == prompt and (not samples or key[1] in samples)]:
+            self._flights[self.held[key]].land(4, "stop")
+
+    def fail(self, prompt: int, sample: int, error: BaseException) -> None:
+        self._flights[self.held[prompt, sample]].future.set_exception(error)
+
+    def cancel(self, prompt: int, sample: int) -> None:
+        """A cancel from within the engine, as client libraries know them."""
+        self._flights[self.held[prompt, sample]].future.cancel()
+
+    async def load(self, policy: Policy) -> None:
+        self.loads.append(policy.version)
+        await self.gate.wait()
+        if policy.version in self.gone:
+            raise WeightsError(f"{policy.path} is gone")
+        await super().load(policy)
+
+
+# -- workers
+
+
+def maker_of(engine: Engine, rules: Agreed, scorer: Scorer | None = None, slots: int = 64, worker: str = "w1") -> Maker:
+    return Maker(engine, ByteTokenizer(), scorer or BuiltIn("length"), rules, worker, asyncio.Semaphore(slots))
+
+
+@asynccontextmanager
+async def at_work(
+    rig: Rig,
+    engine: Engine,
+    name: str = "w1",
+    concurrency: int = 8,
+    keep: Filter | None = None,
+    scorer: Scorer | None = None,
+) -> AsyncIterator[Generator]:
+    """A generator that runs; halted at the end, and whatever ended it is raised."""
+    broker = WorkerBroker(rig.url, rig.keys, name, patience=20)
+    rules = await broker.agreed()
+    assert rules is not None
+    generator = Generator(Worker(broker, maker_of(engine, rules, scorer, concurrency, name), keep), concurrency)
+    await engine.start()
+    await broker.register(generator.info())
+    running = asyncio.create_task(generator.run())
+    try:
+        yield generator
+    finally:
+        generator.halt()
+        try:
+            await asyncio.wait_for(running, 10)
+        finally:
+            await engine.close()
+            await broker.close()
+
+
+@contextmanager
+def crew(rig: Rig, engine: Callable[[], Engine], **how: Any) -> Iterator[None]:
+    """A generator in a thread of its own, for as long as the test's thread trains."""
+    over = threading.Event()
+    errors: list[BaseException] = []
+
+    async def work() -> None:
+        async with at_work(rig, engine(), **how):
+            while not over.is_set():
+                await asyncio.sleep(0.01)
+
+    def run() -> None:
+        try:
+            asyncio.run(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+async def until(condition: Callable[[], object], what: str = "") -> None:
+    """Returns when it holds; fails after 10 seconds."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def settled() -> None:
+    """All that can happen without time passing, and a few round trips to Redis, have happened."""
+    await asyncio.sleep(0.05)
