@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -28,8 +30,8 @@ class Batch:
 
     def admit(self, rows: list[Row]) -> None:
         """Compute the prompts of `rows` and sample the first token of each."""
-        rows = sorted(rows, key=lambda row: len(row.request.tokens))
-        longest = len(rows[-1].request.tokens)
+        rows = sorted(rows, key=lambda row: row.size)
+        longest = rows[-1].size
         if not self.rows:
             self.end = longest
         self._grow(len(self.rows) + len(rows), max(self.end, longest) + 1)
@@ -39,12 +41,12 @@ class Batch:
             self._prefill(chunk)
 
     def _prefill(self, rows: list[Row]) -> None:
-        a, b, low = len(self.rows), len(self.rows) + len(rows), self.end - len(rows[-1].request.tokens)
+        a, b, low = len(self.rows), len(self.rows) + len(rows), self.end - rows[-1].size
         unique: dict[bytes, int] = {}
         copies = [unique.setdefault(row.request.tokens.tobytes(), len(unique)) for row in rows]
         ids = np.zeros((len(rows), self.end - low), np.int64)
         for i, row in enumerate(rows):
-            row.first = self.end - len(row.request.tokens)
+            row.first = self.end - row.size
             ids[i, row.first - low :] = row.request.tokens
         self.slots.ids[a:b, low : self.end] = self._device(ids)
         self.rows += rows
@@ -52,7 +54,7 @@ class Batch:
         self._draw(a, b)
         index = self._device(np.array(copies))
         once = self._device(np.array([copies.index(i) for i in range(len(unique))])) + a
-        even = len(rows[0].request.tokens) == len(rows[-1].request.tokens)
+        even = rows[0].size == rows[-1].size
         window = Window((a, b), low, low, even, copies=index)
         logits = self.model.forward(self.slots.ids[once, low : self.end], self._first[once], self.slots, window)
         self._sample(a, b, logits[index])
@@ -70,17 +72,22 @@ class Batch:
     def _sample(self, a: int, b: int, logits: Tensor) -> None:
         """Sample column `end` of rows a:b."""
         column = slice(self.end, self.end + 1)
-        tokens, chosen = pick(logits, self._temperature[a:b], self.slots.uniforms[a:b, column])
+        temperature = None if self._temperature is None else self._temperature[a:b]
+        tokens, chosen = pick(logits, temperature, self.slots.uniforms[a:b, column])
         self.slots.ids[a:b, column], self.slots.logprobs[a:b, column] = tokens, chosen
-        ended = (tokens == self._stops[a:b]).any(1) | (self._last[a:b] == self.end)
-        flags = (ended + 2 * ~chosen.isfinite().view(-1)).tolist()
-        if max(flags) > 1:
-            row = self.rows[a + next(i for i, flag in enumerate(flags) if flag > 1)]
+        rows = self.rows[a:b]
+        values: list[float] = chosen.view(-1).tolist()
+        if not math.isfinite(sum(values)):
+            row = rows[[math.isfinite(value) for value in values].index(False)]
             raise EngineError(
                 f"the model gives no finite probability to a token of request {row.request.rid}: weights of version "
                 f"{row.stamps.version} are broken"
             )
-        self._finished += [a + i for i, flag in enumerate(flags) if flag]
+        self._finished += [
+            i
+            for i, (row, token) in enumerate(zip(rows, tokens.view(-1).tolist(), strict=True), a)
+            if token in row.stops or row.last == self.end
+        ]
 
     def harvest(self) -> list[tuple[str, Completion]]:
         """Rows that have ended, by request id; they leave the batch."""
@@ -116,7 +123,7 @@ class Batch:
         tokens = self.slots.ids[i, columns].to(torch.int32).cpu().numpy()
         logprobs = self.slots.logprobs[i, columns].cpu().numpy().copy()
         if finish is None:
-            finish = "stop" if int(tokens[-1]) in row.request.sampling.stop_token_ids else "length"
+            finish = "stop" if int(tokens[-1]) in row.stops else "length"
         return Completion(tokens, logprobs, finish, row.stamps.spans(len(tokens)))
 
     def _remove(self, gone: list[int]) -> None:
@@ -163,16 +170,11 @@ class Batch:
         self.slots.uniforms[a:b, self.end :] = self._device(values)
 
     def _changed(self) -> None:
-        """Bring what a step needs of all rows to the device."""
+        """Gather what a step needs of all rows."""
         rows = self.rows
-        width = max((len(row.request.sampling.stop_token_ids) for row in rows), default=0)
-        stops = np.full((len(rows), width), -1, np.int64)
-        for i, row in enumerate(rows):
-            stops[i, : len(row.request.sampling.stop_token_ids)] = row.request.sampling.stop_token_ids
-        self._stops = self._device(stops)
         self._first = self._device(np.array([row.first for row in rows], np.int64))
-        self._last = self._device(np.array([row.origin + row.limit - 1 for row in rows], np.int64))
-        self._temperature = self._device(np.array([[row.request.sampling.temperature] for row in rows], np.float32))
+        warm = np.array([[row.request.sampling.temperature] for row in rows], np.float32)
+        self._temperature = None if (warm == 1).all() else self._device(warm)
         self._low = min((row.first for row in rows), default=0)
         self._even = all(row.first == self._low for row in rows)
 

@@ -9,18 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from producers.engines.base import Request
+from producers.engines.local_sampling import draws
 from producers.engines.stamps import Stamps
 
 PREFILL_TOKENS = 16384
 "tokens of a forward pass over prompts, padding included; bounds its memory"
-
-
-def draws(seed: int, count: int) -> NDArray[np.float32]:
-    """Uniform numbers in [0, 1): the t-th decides the t-th token of a request, whatever it is batched with.
-
-    Philox is a counter-based generator: equal seeds give equal numbers on every machine (Salmon et al., SC11).
-    """
-    return np.random.Generator(np.random.Philox(key=seed)).random(count, dtype=np.float32)
 
 
 @dataclass
@@ -34,21 +27,31 @@ class Row:
     first: int = 0
     "column of its first prompt token; columns move"
     uniforms: NDArray[np.float32] = field(init=False)
+    stops: frozenset[int] = field(init=False)
+    size: int = field(init=False)
+    "prompt tokens"
 
     def __post_init__(self) -> None:
         self.uniforms = draws(self.request.seed, self.limit)
+        self.stops = frozenset(self.request.sampling.stop_token_ids)
+        self.size = len(self.request.tokens)
 
     @property
     def origin(self) -> int:
         """Column of its first sampled token."""
-        return self.first + len(self.request.tokens)
+        return self.first + self.size
+
+    @property
+    def last(self) -> int:
+        """Column of the last token it may sample."""
+        return self.first + self.size + self.limit - 1
 
 
 def chunks(rows: list[Row]) -> Iterator[list[Row]]:
     """Split rows, sorted by length, so that none is above PREFILL_TOKENS where it has more than one row."""
     chunk: list[Row] = []
     for row in rows:
-        if chunk and (len(chunk) + 1) * len(row.request.tokens) > PREFILL_TOKENS:
+        if chunk and (len(chunk) + 1) * row.size > PREFILL_TOKENS:
             yield chunk
             chunk = []
         chunk.append(row)

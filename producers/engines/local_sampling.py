@@ -1,20 +1,33 @@
-"""One token a row out of logits."""
+"""One token a row out of logits, and the draws that decide."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+ONE = np.float32(1 - 2**-23)
+"the largest draw: times any total near 1 it stays below that total in float32"
 
-def pick(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [rows, 1] and their log-probabilities float32 [rows, 1] at `temperature` [rows, 1].
+
+def draws(seed: int, count: int) -> NDArray[np.float32]:
+    """Uniform numbers in [0, 1): the t-th decides the t-th token of a request, whatever it is batched with.
+
+    Philox is a counter-based generator: equal seeds give equal numbers on every machine (Salmon et al., SC11).
+    """
+    return np.minimum(np.random.Generator(np.random.Philox(key=seed)).random(count, dtype=np.float32), ONE)
+
+
+def pick(logits: Tensor, temperature: Tensor | None, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [rows, 1] and their log-probabilities float32 [rows, 1] at `temperature` [rows, 1]; None is 1.
 
     Inverts the cumulative distribution at `uniforms` [rows, 1]: the token is the first whose cumulative probability
     exceeds the draw, so one of probability 0 never comes. Logits [rows, vocab] that are not finite give NaN.
     """
-    logp = torch.log_softmax(logits.float() / temperature, -1)
+    logits = logits.float()
+    logp = torch.log_softmax(logits if temperature is None else logits / temperature, -1)
     cumulated = logp.exp().cumsum(-1)
-    total = cumulated[:, -1:]
-    point = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulated, point, right=True).clamp_(max=logits.shape[-1] - 1)
+    tokens = torch.searchsorted(cumulated, uniforms * cumulated[:, -1:], right=True)
+    tokens.clamp_(max=logits.shape[-1] - 1)
     return tokens, logp.gather(1, tokens)

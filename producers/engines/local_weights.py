@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.errors import WeightsError
+from producers.engines.local_model import open_net
 
 
 def read(folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -17,6 +18,14 @@ def read(folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
     WeightsError where the folder cannot be read, or its names and shapes are not the model's. Of tensors that the model
     ties, one is enough; where all are there, they must agree.
     """
+    tensors = _read(folder)
+    if not tensors.keys() <= state.keys():
+        tensors = _converted(folder)
+    _check(folder, tensors, state)
+    return tensors
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise WeightsError(f"{folder}: no *.safetensors there (was the folder deleted meanwhile?)")
@@ -27,14 +36,26 @@ def read(folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
                 tensors.update({name: content.get_tensor(name) for name in content.keys()})  # noqa: SIM118 not a dict
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{file}: {error}") from error
-    _check(folder, tensors, state)
     return tensors
+
+
+def _converted(folder: Path) -> dict[str, Tensor]:
+    """For models that transformers saves under other names than it runs them with (experts fused into one tensor)."""
+    try:
+        net, report = open_net(folder)
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{folder}: {error}") from error
+    for problem in ("unexpected_keys", "missing_keys", "mismatched_keys"):
+        if report[problem]:
+            raise WeightsError(f"{folder}: {problem.replace('_', ' ')}: {_some(set(map(str, report[problem])))}")
+    state: dict[str, Tensor] = net.state_dict()
+    return state
 
 
 def _check(folder: Path, tensors: dict[str, Tensor], state: dict[str, Tensor]) -> None:
     unexpected = tensors.keys() - state.keys()
     if unexpected:
-        raise WeightsError(f"{folder}: tensors the model does not have: {_some(unexpected)}")
+        raise WeightsError(f"{folder}: another kind of model, with {_some(unexpected)}")
     stored: dict[tuple[int, int], str] = {}
     for name in tensors:
         if tensors[name].shape != state[name].shape:
@@ -42,7 +63,7 @@ def _check(folder: Path, tensors: dict[str, Tensor], state: dict[str, Tensor]) -
                 f"{folder}: {name} has the shape {list(tensors[name].shape)}, the model's has {list(state[name].shape)}"
             )
         twin = stored.setdefault(_place(state[name]), name)
-        if not torch.equal(tensors[twin], tensors[name]):
+        if twin != name and not torch.equal(tensors[twin], tensors[name]):
             raise WeightsError(f"{folder}: {twin} and {name} are tied in the model but differ")
     missing = {name for name in state.keys() - tensors.keys() if _place(state[name]) not in stored}
     if missing:
