@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pipeline.config import Agreed
-from pipeline.errors import EngineError, RequestRefused
+from pipeline.errors import EngineError, RequestRefused, RewardError
 from pipeline.types import ABORTED, COMPLETED, TRUNCATED, Group, Prompt, Sample, Sequence, Tokens
 from producers.engines.base import Completion, Engine, Request, Sampling
 from producers.rewards.base import Scorer, reward_input
@@ -67,7 +69,8 @@ class Maker:
         except BaseExceptionGroup as group:
             raise _decisive(group) from None
         samples = [task.result() for task in tasks]
-        rewards = await self.scorer.score_group([reward_input(prompt, sample) for sample in samples])
+        with _no_cancel(RewardError(f"prompt {prompt.id}: its reward was cancelled from within")):
+            rewards = await self.scorer.score_group([reward_input(prompt, sample) for sample in samples])
         scored = (replace(sample, reward=reward) for sample, reward in zip(samples, rewards, strict=True))
         return Group(prompt, tuple(scored), self.worker, time.monotonic() - began)
 
@@ -91,7 +94,8 @@ class Maker:
         async with self.slots:
             if progress.oldest is None:
                 progress.oldest = self.engine.version
-            done = await self.engine.generate(request)
+            with _no_cancel(EngineError(f"prompt {prompt.id}, sample {index}: cancelled within the engine")):
+                done = await self.engine.generate(request)
         progress.running -= 1
         progress.finished += 1
         poke.set()
@@ -103,6 +107,19 @@ class Maker:
         mask = np.ones(len(done.tokens), dtype=np.uint8)
         sequence = Sequence(tokens, done.tokens, done.logprobs, mask, done.versions)
         return Sample(index, STATUS[done.finish], self.tokenizer.decode(done.tokens), None, (sequence,))
+
+
+@contextlib.contextmanager
+def _no_cancel(instead: Exception) -> Iterator[None]:
+    """A cancel that nobody asked this task for, out of some client library, becomes an error like any other: else it
+    would end the task as if it had been told to, and its lease would be held for ever."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise instead from None
 
 
 def _decisive(group: BaseExceptionGroup[BaseException]) -> BaseException:
