@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -184,34 +185,24 @@ async def at_work(
 def crew(rig: Rig, engine: Callable[[], Engine], **how: Any) -> Iterator[None]:
     """A generator in a thread of its own, for as long as the test's thread trains."""
     over = threading.Event()
-    errors: list[BaseException] = []
 
     async def work() -> None:
         async with at_work(rig, engine(), **how):
-            while not over.is_set():
-                await asyncio.sleep(0.01)
+            await asyncio.to_thread(over.wait)
 
-    def run() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        working = threads.submit(asyncio.run, work())
         try:
-            asyncio.run(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-    if errors:
-        raise errors[0]
+            yield
+        finally:
+            over.set()
+            working.result()
 
 
-async def until(condition: Callable[[], object], what: str = "") -> None:
+async def until(condition: Callable[[], object]) -> None:
     """Returns when it holds; fails after 10 seconds."""
     async with asyncio.timeout(10):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 (a condition on anything)
             await asyncio.sleep(0.002)
 
 

@@ -18,7 +18,8 @@ PROMPT = Prompt(0, 1, 0, "{}")
 
 
 @pytest.mark.parametrize(
-    ("staleness", "batch", "interval", "groups"), [(0, 4, 1, 4), (1, 4, 1, 8), (2, 4, 3, 36), (0, 1, 1, 1), (0, 4, 2, 8)]
+    ("staleness", "batch", "interval", "groups"),
+    [(0, 4, 1, 4), (1, 4, 1, 8), (2, 4, 3, 36), (0, 1, 1, 1), (0, 4, 2, 8)],
 )
 def test_the_bound_is_one_batch_an_update_more_than_the_staleness(
     staleness: int, batch: int, interval: int, groups: int
@@ -32,7 +33,7 @@ def test_without_a_staleness_bound_the_queue_is_the_bound() -> None:
 
 def test_a_queue_that_can_never_fill_what_an_update_needs_is_refused_with_the_numbers() -> None:
     assert bound(None, 4, 2, queue_capacity=8) == 8
-    with pytest.raises(UsageError, match=r"queue of 7 groups .* 4 x --update-weights-interval 2 = 8: raise --queue-cap"):
+    with pytest.raises(UsageError, match=r"queue of 7 groups .* 4 x --update-weights-interval 2 = 8: raise"):
         bound(None, 4, 2, queue_capacity=7)
 
 
