@@ -62,7 +62,6 @@ class Child:
 
     def restart(self) -> None:
         self.restarts += 1
-        log.warning("%s was killed; started again (%d)", self.name, self.restarts)
         self.start()
 
     def last_words(self) -> str:
@@ -72,16 +71,16 @@ class Child:
         return text[start:] if start >= 0 else "\n".join(text.splitlines()[-12:])
 
 
-def end(children: list[Child], patience: float) -> None:
-    """SIGTERM to all, SIGKILL to who is still there after `patience` seconds."""
+def end(children: list[Child], patience: Callable[[], float]) -> None:
+    """SIGTERM to all, SIGKILL to who is still there after `patience` seconds; it may lessen meanwhile."""
     for child in children:
         child.signal(signal.SIGTERM)
-    deadline = time.monotonic() + patience
-    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+    begun = time.monotonic()
+    while any(child.poll() is None for child in children) and time.monotonic() - begun < patience():
         time.sleep(0.05)
     for child in children:
         if child.poll() is None:
-            log.warning("%s did not end in %.0f s and is killed", child.name, patience)
+            log.warning("%s did not end in %.0f s and is killed", child.name, time.monotonic() - begun)
             child.signal(signal.SIGKILL)
             if child.process:
                 child.process.wait()

@@ -209,7 +209,7 @@ class TrainConfig(Connection, Rollout, Async, Rewards, Training, Refused, Takeov
     num_epoch: Positive | None = option(None, "passes over the prompts; the feeder counts them")
 
 
-class RunConfig(Connection, Server, Data, Rollout, Async, Rewards, Engines, Training, Refused, Resume, Workers):
+class RunConfig(Connection, Server, Data, Rollout, Async, Rewards, Engines, Training, Refused, Takeover, Workers):
     """Runs it all on this machine: a Redis, a feeder, generators and a trainer."""
 
     fully_async: bool = option(True, "generate while training; --no-fully-async: lock-step and on-policy")

@@ -174,7 +174,7 @@ def _going_on(config: Trained) -> Iterator[str]:
             f"--load {config.load}: a checkpoint says which prompts were trained on, so it belongs to its run; add "
             "--resume to go on from it, or start a new run from a weights folder with --hf-checkpoint"
         )
-    if isinstance(config, TrainConfig) and config.take_over and config.wait:
+    if config.take_over and config.wait:
         yield "--take-over goes ahead at once and --wait waits for the other trainer; use one"
 
 

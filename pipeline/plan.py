@@ -11,8 +11,10 @@ from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.errors import MillpondError, RunExists, UsageError
-from pipeline.flags import parse
+from pipeline.flags import dump, parse
 from pipeline.join import RUNS
+from pipeline.keys import Keys
+from pipeline.modes import idle
 
 PRESET = "shift"
 "The job of a run that names neither a model nor prompts."
@@ -32,7 +34,8 @@ def resolve(argv: Sequence[str]) -> RunConfig:
         first = parse(RunConfig, argv, os.environ, "millpond run")
     demo = first.hf_checkpoint is None and first.prompt_data is None
     config = parse(RunConfig, argv, os.environ, "millpond run", PRESET if demo else None)
-    name = config.run or (folder.name if folder else time.strftime("run-%Y%m%d-%H%M%S"))
+    name = config.run or (folder.absolute().name if folder else time.strftime("run-%Y%m%d-%H%M%S"))
+    _name(name, config)
     folder = folder or RUNS / name
     if not demo:
         _complete(config)
@@ -44,6 +47,25 @@ def resolve(argv: Sequence[str]) -> RunConfig:
     filled = config.model_copy(update=values)
     filled.model_fields_set.intersection_update(given)
     return filled
+
+
+def write_config(config: RunConfig, folder: Path) -> None:
+    """What the processes of this run and a resume read; how this start came about is left out."""
+    path = folder / "config.toml"
+    once = config.model_copy(update={"resume": False, "take_over": False, "wait": False})
+    path.touch(mode=0o600)
+    path.write_text(dump(once, idle(once)))
+
+
+def _name(name: str, config: RunConfig) -> None:
+    try:
+        Keys(name)
+    except UsageError as error:
+        if config.run:
+            raise
+        raise UsageError(
+            f"--out '{config.out}': the folder's name would be the run's; give another --run. {error}"
+        ) from None
 
 
 def _complete(config: RunConfig) -> None:

@@ -6,28 +6,28 @@ that error. Ctrl-C stops in order: the trainer saves, generators hand back, Redi
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from redis.exceptions import RedisError
+
 from pipeline.broker import Broker
 from pipeline.children import Child, end
 from pipeline.config import RunConfig
 from pipeline.connect import verify
-from pipeline.errors import MillpondError, RunExists, ServerError
-from pipeline.flags import dump
+from pipeline.errors import MillpondError, RunExists, Stopped, UsageError
 from pipeline.keys import Keys
 from pipeline.log import setup
-from pipeline.modes import check, idle
-from pipeline.plan import make_files, make_folder, resolve
+from pipeline.modes import check
+from pipeline.plan import make_files, make_folder, resolve, write_config
 from pipeline.progress import Progress, Tail
 from pipeline.server import EmbeddedServer, cli_line, masked
 
@@ -40,27 +40,32 @@ GRACE = 30.0
 def main(argv: list[str]) -> int:
     """Train a model on this machine."""
     config = resolve(argv)
-    for warning in check(config):
-        sys.stderr.write(f"millpond: warning: {warning}\n")
+    _warn(check(config))
+    mine = _meet(config, config.redis_url) if config.redis_url else None  # before anything is written
     folder = make_folder(config)
-    make_files(config, folder)
-    (folder / "config.toml").touch(mode=0o600)
-    (folder / "config.toml").write_text(dump(config, idle(config)))
     setup("run", folder, terminal=False)
-    with _redis(config, folder) as (url, server):
-        return Supervisor(config, folder, url, server).run()
-
-
-@contextlib.contextmanager
-def _redis(config: RunConfig, folder: Path) -> Iterator[tuple[str, EmbeddedServer | None]]:
-    """The URL given, or an embedded server for as long as the run lasts."""
-    if config.redis_url:
-        sys.stdout.write(f"Redis: {masked(config.redis_url)}\n")
-        yield config.redis_url, None
-        return
+    make_files(config, folder)
+    if mine:
+        sys.stdout.write(f"Redis: {masked(config.redis_url or '')}\n")
+        return Supervisor(config, folder, mine, config.redis_url or "", None).run()
     with EmbeddedServer(folder / "redis", config.redis_durability) as server:
         sys.stdout.write(f"Redis: {cli_line(folder / 'redis')}\n")
-        yield server.url, server
+        return Supervisor(config, folder, _meet(config, server.url), server.url, server).run()
+
+
+def _warn(warnings: list[str]) -> None:
+    for warning in warnings:
+        sys.stderr.write(f"millpond: warning: {warning}\n")
+
+
+def _meet(config: RunConfig, url: str) -> Broker:
+    """A Redis that may be used, and has no run of this name but one to be resumed."""
+    keys = Keys(config.run or "")
+    broker = Broker(url, keys, "run", config.redis_patience)
+    _warn(broker.patiently(lambda: verify(broker.client)))
+    if broker.exists() and not config.resume:
+        raise RunExists(f"run {keys.run} is in this Redis already: --resume goes on with it, another --run is new")
+    return broker
 
 
 @dataclass
@@ -69,31 +74,27 @@ class Supervisor:
 
     config: RunConfig
     folder: Path
+    broker: Broker
     url: str
     server: EmbeddedServer | None
     interrupts: int = 0
     redis_restarts: int = 0
 
     def run(self) -> int:
-        keys = Keys(self.config.run or "")
-        self.broker = Broker(self.url, keys, "run", self.config.redis_patience)
-        for warning in verify(self.broker.client):
-            sys.stderr.write(f"millpond: warning: {warning}\n")
-        if self.broker.exists() and not self.config.resume:
-            raise RunExists(f"run {keys.run} is in this Redis already: --resume goes on with it, another --run is new")
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._interrupt)
-        sys.stdout.write(f"Run {keys.run} in {self.folder}\n")
-        sys.stdout.flush()
+        write_config(self.config, self.folder)
         self.children = self._children()
         self.trainer = self.children[0]
-        for child in self.children:
-            child.start()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._interrupt)
+        sys.stdout.write(f"Run {self.broker.keys.run} in {self.folder}\n")
+        sys.stdout.flush()
         try:
+            for child in self.children:
+                child.start()
             with Progress(self.config.num_rollout) as self.progress:
                 code = self._watch()
         finally:
-            end(self.children, 0.0 if self.interrupts > 1 else GRACE)
+            end(self.children, lambda: 0.0 if self.interrupts > 1 else GRACE)
         self._summary(code)
         return code
 
@@ -101,11 +102,13 @@ class Supervisor:
         path = str(self.folder / "config.toml")
         threads = str(self.config.torch_threads)
         env = {**os.environ, "MILLPOND_REDIS_URL": self.url, "MILLPOND_SUPERVISED": "1", "OMP_NUM_THREADS": threads}
-        resumed = ["--resume"] if self.config.resume else []
+        flags = {"--resume": self.config.resume, "--wait": self.config.wait, "--take-over": self.config.take_over}
+        first = [flag for flag, given in flags.items() if given]
 
         def train(restarts: int) -> list[str]:
-            again = ["--resume", "--take-over"] if restarts else [*resumed, "--take-over"]
-            return ["train", "--config", path, *again]
+            """Its own dead trainer it replaces at once, and one whose Redis was in this folder is dead."""
+            own = restarts > 0 or (self.server is not None and self.config.resume)
+            return ["train", "--config", path, *(["--resume", "--take-over"] if own else first)]
 
         logs = self.folder / "logs"
         generators = [
@@ -129,35 +132,47 @@ class Supervisor:
                 return 130
             for child in self.children:
                 code = child.poll()
-                if code is None or (code == 0 and child is not self.trainer):
+                left = code in (0, Stopped.exit_code) and child is not self.trainer
+                if code is None or (left and not self._running()):
                     continue
-                if code >= 0 or self.interrupts:
-                    self.progress.add(tail.read(), queues)
-                    return self._ended(child, code)
-                self._restart(child, -code)
+                if (left or code < 0) and not self.interrupts:
+                    self._restart(child)
+                    continue
+                self.progress.add(tail.read(), queues)
+                return self._ended(child, code)
+
+    def _running(self) -> bool:
+        """Where the run goes on, a feeder or generator that ended in order was sent away by somebody."""
+        try:
+            return self.broker.client.hget(self.broker.keys["state"], "status") == b"running"
+        except RedisError:
+            return False
 
     def _ended(self, child: Child, code: int) -> int:
-        if code == 0 or self.interrupts:
-            return 130 if self.interrupts else 0
+        if self.interrupts or code in (0, Stopped.exit_code):
+            return Stopped.exit_code if self.interrupts else code
         worker = next((c for c in self.children if c is not self.trainer and (c.poll() or 0) > 0), child)
-        sys.stderr.write(f"millpond: {worker.name} ended with an error:\n{worker.last_words()}\n")
-        return worker.poll() or code
+        code = worker.poll() or code
+        head = "" if code == UsageError.exit_code else f"millpond: {worker.name} ended with an error:\n"
+        sys.stderr.write(f"{head}{worker.last_words()}\n")
+        return code
 
-    def _restart(self, child: Child, number: int) -> None:
-        if child.restarts >= self.config.max_restarts:
-            raise MillpondError(
-                f"{child.name} was killed by signal {number} for the {child.restarts + 1}th time (--max-restarts); "
-                f"its log is {child.errors}\n{child.last_words()}"
-            )
+    def _restart(self, child: Child) -> None:
+        self._again(child.name, child.restarts, f"its log is {child.errors}\n{child.last_words()}")
         child.restart()
+
+    def _again(self, name: str, restarts: int, more: str) -> None:
+        """Says that `name` is started again, or ends the run."""
+        if restarts >= self.config.max_restarts:
+            raise MillpondError(f"{name} was killed {restarts + 1} times (--max-restarts {restarts}); {more}")
+        sys.stderr.write(f"millpond: {name} was killed; it is started again ({restarts + 1})\n")
+        log.warning("%s was killed; it is started again (%d)", name, restarts + 1)
 
     def _heal_redis(self) -> None:
         if self.server is None or self.server.poll() is None:
             return
-        if self.redis_restarts >= self.config.max_restarts:
-            raise ServerError(f"the embedded Redis died {self.redis_restarts + 1} times; see {self.folder / 'redis'}")
+        self._again("the embedded Redis", self.redis_restarts, f"see {self.folder / 'redis' / 'redis.log'}")
         self.redis_restarts += 1
-        log.warning("the embedded Redis was killed; started again (%d)", self.redis_restarts)
         self.server.restart()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -168,8 +183,6 @@ class Supervisor:
 
     def _queues(self) -> dict[str, int]:
         """Queue depth and prompts in flight; nothing where Redis is away just now."""
-        from redis.exceptions import RedisError
-
         client: Any = self.broker.client
         try:
             groups = [g for s in ("prompts", "prompts:retry") for g in client.xinfo_groups(self.broker.keys[s])]
@@ -186,6 +199,8 @@ class Supervisor:
             )
         places = {"Metrics": "metrics.jsonl", "Checkpoints": "checkpoints", "Weights": "weights", "Logs": "logs"}
         for what, name in places.items():
-            sys.stdout.write(f"{what}: {self.folder / name}\n")
-        if code == 130:
-            sys.stdout.write(f"Stopped. `millpond run --resume --out {self.folder}` goes on.\n")
+            if (self.folder / name).exists():
+                sys.stdout.write(f"{what}: {self.folder / name}\n")
+        if code and self.config.save_interval:
+            how = "Stopped." if code == Stopped.exit_code else "When the cause is mended,"
+            sys.stdout.write(f"{how} `millpond run --resume --out {shlex.quote(str(self.folder))}` goes on.\n")
