@@ -12,7 +12,7 @@ from consumers.drain import Drain, DrainRules
 from pipeline import code
 from pipeline.config import TrainConfig
 from pipeline.connect import verify
-from pipeline.errors import MillpondError
+from pipeline.errors import Fenced, RedisDown, Starved, Stopped, WorkerFailed
 from pipeline.fenced import TrainerBroker
 from pipeline.flags import parse
 from pipeline.join import RUNS, join
@@ -43,17 +43,18 @@ def main(argv: list[str]) -> int:
     selection = resolve_rollout(config)
     rollout = code.load(selection.rollout, "--rollout-function-path")
     backend = backends.build(config, selection.tis)
-    now = begin(config, broker, backend, folder)
     pulse = TrainerPulse(place.url, broker)
     pulse.start()
     try:
+        now = begin(config, broker, backend, folder)
         report = Reporter(folder / "metrics.jsonl", broker, now.step)
         drain = _drain(config, broker)
         Loop(config, broker, backend, folder, rollout, drain, report, selection.max_staleness, now).run()
-    except MillpondError:
-        raise
+    except (Fenced, RedisDown, Stopped, WorkerFailed, Starved):
+        raise  # the run knows, or cannot be told
     except Exception as error:
-        broker.finish("failed", f"the trainer failed: {type(error).__name__}: {error}"[:500])
+        if broker.epoch:
+            broker.finish("failed", f"the trainer failed: {type(error).__name__}: {error}"[:500])
         raise
     finally:
         pulse.stop()

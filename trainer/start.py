@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import TrainConfig
-from pipeline.errors import RunExists, UsageError
+from pipeline.errors import RunExists, Stopped, UsageError
 from pipeline.fenced import TrainerBroker
 from pipeline.ledger import Ledger
 from pipeline.modes import agreed
@@ -71,7 +70,8 @@ def _take_over(config: TrainConfig, broker: TrainerBroker, above: int) -> None:
             if not config.wait:
                 raise
             log.warning("%s; waiting", error)
-            time.sleep(2)
+            if broker.stop.wait(2):
+                raise Stopped("asked to stop while another trainer held the run") from None
 
 
 def _lineage(broker: TrainerBroker, found: checkpoint.Checkpoint | None) -> tuple[tuple[int, int], ...]:
