@@ -16,7 +16,7 @@ from pipeline.broker import Broker
 from pipeline.code import digest
 from pipeline.config import Agreed, FeedConfig, GenerateConfig
 from pipeline.connect import verify
-from pipeline.errors import MillpondError, Starved, UsageError
+from pipeline.errors import MillpondError, RedisDown, Starved, Stopped, UsageError
 from pipeline.flags import parse
 from pipeline.join import Place, join
 from pipeline.keys import Keys
@@ -31,6 +31,9 @@ from producers.group import Maker
 from producers.work import Worker
 
 log = logging.getLogger(__name__)
+
+PASSES = (Stopped, RedisDown, Starved, UsageError)
+"What ends this worker and is no reason to end the run: others may go on, and a mistyped flag here is mended here."
 
 
 def feed(argv: list[str]) -> int:
@@ -78,11 +81,11 @@ async def _generate(config: GenerateConfig, found: Place) -> int:
             async with _generator(broker, config, rules, found) as generator:
                 _on_signals(generator.halt)
                 await generator.run()
-    except MillpondError as error:
-        await broker.fail(traceback.format_exc(), str(error))
+    except PASSES:
         raise
     except Exception as error:
-        await broker.fail(traceback.format_exc(), f"{type(error).__name__}: {error}")
+        what = str(error) if isinstance(error, MillpondError) else f"{type(error).__name__}: {error}"
+        await broker.fail(traceback.format_exc(), what)
         raise
     finally:
         await broker.close()
