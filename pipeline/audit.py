@@ -28,7 +28,7 @@ LISTED = 20
 
 
 class AuditLook(Look):
-    """Proves that each prompt fed stands in exactly one place; exit 1 and the ids where one does not."""
+    """Proves that each prompt stands in exactly one place, or exits 1 and names it: millpond audit [FOLDER or NAME]."""
 
     json_: bool = option(False, "one JSON document instead of text")
 

@@ -30,7 +30,7 @@ def look(broker: Broker, save_interval: int | None = None) -> Overview:
         paused=bool(state.get("paused")),
         alarms=raw["alarm"],
         queues=queues,
-        caps=_caps(queues, config, state.get("save_interval", save_interval)),
+        caps=_caps(queues, config, sum(map(int, raw["spare"])), state.get("save_interval", save_interval)),
         policy=policy,
         policy_age=now - policy.time if policy else None,
         trainer=_trainer(state, now),
@@ -52,6 +52,7 @@ def _ask(broker: Broker) -> dict[str, Any]:
         "time": pipe.time(),
         **{name: pipe.hgetall(keys[name]) for name in ("state", "counters", "weights", "workers:info")},
         **{name: pipe.get(keys[name]) for name in ("feed", "config")},
+        "spare": pipe.hvals(keys["workers:spare"]),
         "fresh": pipe.xlen(keys["prompts"]),
         "retry": pipe.xlen(keys["prompts:retry"]),
         "fresh leased": pipe.xpending(keys["prompts"], GROUP),
@@ -91,12 +92,12 @@ def _queues(raw: Mapping[str, Any], pushed: int) -> Queues:
     )
 
 
-def _caps(queues: Queues, config: Mapping[str, Any], save_interval: str | int | None) -> Caps:
+def _caps(queues: Queues, config: Mapping[str, Any], spare: int, save_interval: str | int | None) -> Caps:
     bound = config.get("bound")
     return Caps(
         queue=config.get("queue_capacity"),
         queue_bytes=config.get("queue_max_bytes"),
-        in_flight=config.get("in_flight"),
+        in_flight=config["in_flight"] + spare // config["n_samples_per_prompt"] if config else None,
         bound=bound,
         room=None if bound is None else bound - queues.in_flight - (queues.open - queues.trained),
         open=None

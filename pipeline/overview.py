@@ -39,7 +39,7 @@ class Caps:
     "groups in the list"
     queue_bytes: int | None
     in_flight: int | None
-    "groups leased at once; more while finished samples wait for their siblings"
+    "groups leased at once: one more for each n samples that are finished and wait for their siblings"
     bound: int | None
     "groups leased or unsettled"
     room: int | None

@@ -15,7 +15,7 @@ from pipeline.find import Found, Look, arguments, found
 
 
 class PurgeLook(Look):
-    """Deletes a finished run's keys in Redis, after asking. The run's folder stays."""
+    """Deletes a finished run's keys in Redis, after asking; its folder stays: millpond purge [FOLDER or NAME]."""
 
     yes: bool = option(False, "do not ask")
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-WIDTH = 80
-"Columns that text without a terminal is written for."
+WIDTH, WIDEST = 80, 120
+"Columns that text is wrapped for, and at which a line of a table is cut where there is no terminal."
 
 
 def line(text: str = "") -> None:
@@ -38,7 +38,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     wide = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     for row in (head, *rows):
         text = "  ".join(cell.ljust(w) for cell, w in zip(row, wide, strict=True)).rstrip()
-        line(shorten(text, max(WIDTH, sum(wide[:-1]) + 2 * len(wide) + 6)))
+        line(shorten(text, max(WIDEST, sum(wide[:-1]) + 2 * len(wide) + 20)))
     return None
 
 

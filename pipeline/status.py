@@ -20,19 +20,18 @@ from pipeline.glance import look
 from pipeline.overview import Overview, Worker
 
 METRICS = {
-    "rollout/raw_reward": "reward",
-    "rollout/fully_async/avg_staleness": "staleness",
-    "rollout/fully_async/max_staleness": "at most",
-    "perf/tokens_per_sec": "tokens/s",
-    "perf/step_time": "step s",
-    "perf/wait_time": "waited s",
-    "perf/train_time": "trained s",
+    "rollout/raw_reward": "reward {:.3g}",
+    "rollout/fully_async/avg_staleness": "staleness {:.3g}",
+    "rollout/fully_async/max_staleness": "at most {:.3g}",
+    "perf/tokens_per_sec": "{:.4g} tokens/s",
+    "perf/step_time": "{:.3g} s",
+    "perf/wait_time": "{:.3g} s of it waiting",
 }
-"what of the last line of metrics.jsonl is shown, and how it is called"
+"what of the last line of metrics.jsonl is shown, and how"
 
 
 class StatusLook(Look):
-    """What waits where, who works, how far the run is."""
+    """What waits where, who works, how far the run is: millpond status [FOLDER or NAME]."""
 
     json_: bool = option(False, "one JSON document instead of text; with --watch one line each")
     watch: PositiveFloat | None = option(None, "seconds: look again and again, until the run is stopped")
@@ -102,7 +101,7 @@ def _progress(view: Overview, step: dict[str, Any]) -> Iterator[tuple[str, str]]
     if trainer.epoch:
         seen = "has left" if trainer.seen is None else f"seen {show.ago(trainer.seen)} ago"
         yield "trainer", f"{show.clean(trainer.name)}, epoch {trainer.epoch}, {seen}"
-    shown = [f"{word} {step[name]:.4g}" for name, word in METRICS.items() if isinstance(step.get(name), int | float)]
+    shown = [form.format(step[name]) for name, form in METRICS.items() if isinstance(step.get(name), int | float)]
     if shown:
         yield "last step", f"{step.get('step')}: {', '.join(shown)}"
 

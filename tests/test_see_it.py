@@ -115,6 +115,7 @@ async def generate(worker: WorkerBroker) -> None:
     await worker.drop(leases[5], "zero_std")
     await worker.hand_back([leases[6]], "too_large", "bury")
     await worker.hand_back([leases[7]], "stale", "strike")
+    await worker.heartbeat(info, 3)
 
 
 def filled(url: str, run: str) -> TrainerBroker:
@@ -332,7 +333,7 @@ def test_status_says_what_waits_where(demo: Place, capsys: Capture) -> None:
         "queued": 1, "queued_bytes": size, "taken": 2, "trained": 1, "open": 4,
     }  # fmt: skip
     assert view["caps"] == {
-        "queue": 8, "queue_bytes": 1 << 20, "in_flight": 12, "bound": 12, "room": 5, "open": 52, "max_staleness": 1,
+        "queue": 8, "queue_bytes": 1 << 20, "in_flight": 13, "bound": 12, "room": 5, "open": 52, "max_staleness": 1,
     }  # fmt: skip
     assert view["prompts"] == {
         "fed": 40, "total": 80, "committed": 1, "dropped": 1, "dead": 1,
@@ -352,7 +353,7 @@ def test_status_fits_80_columns_and_names_all_of_it(demo: Place, capsys: Capture
     assert max(len(line) for line in text.splitlines()[1:]) <= 80
     for words in (
         "version      3, step 1", "lineage: 2 restored 1", "host-1, epoch 1, seen", "40 fed of 80; 27 fresh",
-        "1 retried wait, 1 to be fed again", "4 of 12 groups; workers: 1, 99.5 tokens/s", "1 of 8 groups",
+        "1 retried wait, 1 to be fed again", "4 of 13 groups; workers: 1, 99.5 tokens/s", "1 of 8 groups",
         "the oldest lags by 1",
         "2 taken, 1 trained", "5 of 12 groups may be leased (max staleness 1)", "4 of 52 groups pushed",
         "1: zero_std 1", "1: too_large 1", "stale 1, too_large 1", "node-a", "1>2", "99.5", "a fatal error waits",
