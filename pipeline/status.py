@@ -14,10 +14,12 @@ from typing import Any
 from pipeline import show
 from pipeline.config import PositiveFloat, option
 from pipeline.entries import oldest_lag
+from pipeline.errors import RedisDown
 from pipeline.fenced import HEARTBEAT_LIMIT_MS
 from pipeline.find import Found, Look, arguments, found, settings
 from pipeline.glance import look
 from pipeline.overview import Overview, Worker
+from pipeline.server import locate
 
 METRICS = {
     "rollout/raw_reward": "reward {:.3g}",
@@ -40,21 +42,30 @@ class StatusLook(Look):
 def main(argv: list[str]) -> int:
     options, words = arguments(StatusLook, argv, "millpond status")
     with found(options, words) as run:
-        interval = run.folder and settings(run.folder).get("save_interval")
-        while True:
-            view = look(run.broker, interval if isinstance(interval, int) else None)
-            step = last_step(run.folder) if run.folder else {}
-            behind = oldest_lag(run.broker, view.policy)
-            if options.json_:
-                show.document(document(run, view, step, behind), None if options.watch else 2)
-            else:
-                if options.watch and sys.stdout.isatty():
-                    sys.stdout.write("\x1b[H\x1b[2J")
-                report(run, view, step, behind)
-            sys.stdout.flush()
-            if options.watch is None or run.stopped:
-                return 0
+        _show(run, options)
+        while options.watch is not None and not run.stopped:
             time.sleep(options.watch)
+            try:
+                _show(run, options)
+            except RedisDown:
+                if not run.folder or locate(run.folder / "redis"):
+                    raise
+                break  # a local run's Redis ends with the run
+    return 0
+
+
+def _show(run: Found, options: StatusLook) -> None:
+    interval = settings(run.folder).get("save_interval")
+    view = look(run.broker, interval if isinstance(interval, int) else None)
+    step = last_step(run.folder) if run.folder else {}
+    behind = oldest_lag(run.broker, view.policy)
+    if options.json_:
+        show.document(document(run, view, step, behind), None if options.watch else 2)
+    else:
+        if options.watch and sys.stdout.isatty():
+            sys.stdout.write("\x1b[H\x1b[2J")
+        report(run, view, step, behind)
+    sys.stdout.flush()
 
 
 def document(run: Found, view: Overview, step: dict[str, Any], behind: int | None) -> dict[str, Any]:
@@ -110,7 +121,7 @@ def _flow(view: Overview, behind: int | None) -> Iterator[tuple[str, str]]:
     q, caps, p = view.queues, view.caps, view.prompts
     again = f", {q.refeed} to be fed again" if q.refeed else ""
     yield "prompts", f"{p.fed} fed{_of(p.total)}; {q.fresh} fresh and {q.retry} retried wait{again}"
-    rate = sum(float(w.info.get("tokens_per_sec") or 0) for w in view.workers)
+    rate = sum(r for w in view.workers if isinstance(r := w.info.get("tokens_per_sec"), int | float))
     yield "in flight", f"{q.in_flight}{_of(caps.in_flight)} groups; workers: {len(view.workers)}, {rate:.4g} tokens/s"
     size = f"{show.size(q.queued_bytes)}{_of(caps.queue_bytes, show.size)}"
     lag = "" if behind is None else f"; the oldest lags by {behind}"

@@ -400,6 +400,21 @@ def test_status_shows_the_last_whole_step_of_a_local_run(demo: Place, capsys: Ca
     assert "3: reward 0.75, staleness 0.5" in text
 
 
+def test_watching_ends_with_the_run(tmp_path: Path, capsys: Capture) -> None:
+    codes: list[int] = []
+    with EmbeddedServer(tmp_path / "redis") as server:
+        filled(server.url, "demo").close()
+        argv = [str(tmp_path), "--watch", "0.01", "--json", "--redis-patience", "0.1"]
+        watcher = threading.Thread(target=lambda: codes.append(status.main(argv)))
+        watcher.start()
+        lines = ""
+        while lines.count("\n") < 3 and watcher.is_alive():
+            lines += capsys.readouterr().out
+    watcher.join()
+    assert codes == [0]
+    assert [json.loads(line)["run"] for line in lines.splitlines()[:3]] == ["demo"] * 3
+
+
 def test_on_a_terminal_there_are_rich_tables(demo: Place) -> None:
     text = on_terminal("status", *flags(demo))
     assert "──" in text
