@@ -24,9 +24,6 @@ from pipeline.types import Group
 
 log = logging.getLogger(__name__)
 
-WARN_AFTER = 30.0
-"Seconds without a group before the log says who is missing; again each time that many have passed."
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -54,6 +51,8 @@ class DrainRules:
     "what becomes of stale and aborted groups: retry or drop"
     starve_timeout: float
     drop_last: bool
+    warn_after: float = 30.0
+    "seconds without a group before the log says who is missing; again each time that many have passed"
 
 
 class Drain:
@@ -183,10 +182,13 @@ class Drain:
         now = time.monotonic()
         silent = now - self.heard
         if silent >= self.rules.starve_timeout:
-            raise Starved(f"no group for {silent:.0f} s (--starve-timeout): {missing(self.broker)}")
-        if silent >= WARN_AFTER and now - self.warned >= WARN_AFTER:
+            raise Starved(f"no group for {silent:.0f} s (--starve-timeout): {self._missing()}")
+        if silent >= self.rules.warn_after and now - self.warned >= self.rules.warn_after:
             self.warned = now
-            log.warning("no group for %.0f s: %s", silent, missing(self.broker))
+            log.warning("no group for %.0f s: %s", silent, self._missing())
+
+    def _missing(self) -> str:
+        return self.broker.patiently(lambda: missing(self.broker))
 
 
 def raise_alarm(alarm: bytes) -> None:
