@@ -55,17 +55,23 @@ class Broker:
 
     def patiently(self, verb: Callable[[], T]) -> T:
         """The verb, sent again after each outage."""
-        while True:
-            try:
-                return verb()
-            except RedisError as error:
-                if not passing(error):
-                    raise
-                self.outage(error)
+        with Outage(self.seen, self.patience, self.stop) as outage:
+            while True:
+                try:
+                    return verb()
+                except RedisError as error:
+                    if not passing(error):
+                        raise
+                    self.heal(outage, error)
 
     def outage(self, error: Exception) -> None:
+        """For a verb that is not sent again."""
+        with Outage(self.seen, self.patience, self.stop) as outage:
+            self.heal(outage, error)
+
+    def heal(self, outage: Outage, error: Exception) -> None:
         """Returns when Redis is back and agrees with us."""
-        Outage(error, self.patience, self.stop).wait(self.client)
+        outage.wait(self.client, error)
         if self.seen.restarted:
             self.seen.restarted = False
             self.returned()

@@ -15,13 +15,15 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
 
 import redis
 import redis.asyncio
 from redis.backoff import NoBackoff
 from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
     BusyLoadingError,
     ConnectionError,
     OutOfMemoryError,
@@ -45,6 +47,8 @@ _PASSING = ("MISCONF", "LOADING", "READONLY", "MASTERDOWN", "OOM", "CLUSTERDOWN"
 
 def passing(error: RedisError) -> bool:
     """Whether an error of Redis is an outage to be waited out rather than a bug of ours."""
+    if isinstance(error, (AuthenticationError, AuthorizationError)):
+        return False
     return isinstance(error, AWAY) or any(word in str(error)[:200] for word in _PASSING)
 
 
@@ -59,6 +63,8 @@ class Seen:
     run_id: str | None = None
     restarted: bool = False
     connects: int = 0
+    away: int = 0
+    "verbs that wait for Redis to come back"
 
     def meet(self, info: bytes | str) -> None:
         text = info.decode() if isinstance(info, bytes) else info
@@ -144,35 +150,53 @@ def verify(client: redis.Redis) -> list[str]:
 
 
 class Outage:
-    """One outage: a line when it begins, back-off with jitter, a line when it ends, RedisDown past the deadline."""
+    """What one verb meets until it gets through: back-off with jitter, RedisDown past the deadline.
 
-    def __init__(self, cause: Exception, patience: float, stop: threading.Event | None = None) -> None:
-        self.stop = stop or threading.Event()
-        self.began = time.monotonic()
+    All that its owner meets at the same time is one outage in the log: a line when it begins, a line when it ends.
+    """
+
+    def __init__(self, seen: Seen, patience: float, stop: threading.Event) -> None:
+        self.seen = seen
         self.patience = patience
-        self.cause = cause
+        self.stop = stop
+        self.began: float | None = None
         self.delay = 0.05
-        if not isinstance(cause, Restarted):
-            log.warning("Redis is away (%s: %s); waiting up to %.0f s", type(cause).__name__, cause, patience)
 
-    def next_delay(self) -> float:
-        """Seconds to wait before the next look; Stopped where the owner was asked to end."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.began is not None:
+            self.seen.away -= 1
+            if kind is None and not self.seen.away:
+                log.warning("Redis is back after %.1f s", time.monotonic() - self.began)
+
+    def _meet(self, cause: Exception) -> None:
+        self.cause = cause
+        if self.began is None:
+            self.began = time.monotonic()
+            self.seen.away += 1
+            if self.seen.away == 1:
+                log.warning("Redis is away (%s: %s), for at most %.0f s", type(cause).__name__, cause, self.patience)
+
+    def _pause(self) -> float:
+        """Seconds until the next look; Stopped where the owner was asked to end."""
         if self.stop.is_set():
             raise Stopped(f"asked to stop while Redis was away ({self.cause})")
-        if time.monotonic() - self.began > self.patience:
+        if self.began is not None and time.monotonic() - self.began > self.patience:
             raise RedisDown(
                 f"Redis was away for {self.patience:.0f} s (--redis-patience); last: {self.cause}"
             ) from self.cause
+        if isinstance(self.cause, Restarted):
+            return 0.0
         self.delay = min(self.delay * 2, 5.0)
         return self.delay * random.uniform(0.5, 1.0)
 
-    def over(self) -> None:
-        log.warning("Redis is back after %.1f s", time.monotonic() - self.began)
-
-    def wait(self, client: redis.Redis) -> None:
-        """Returns when the server answers and takes writes again, as far as a PING can tell."""
+    def wait(self, client: redis.Redis, cause: Exception) -> None:
+        """After another failure: returns when the server answers; whether it takes the verb, only the verb can tell."""
+        self._meet(cause)
         while True:
-            self.stop.wait(self.next_delay())
+            self.stop.wait(self._pause())
             try:
                 client.ping()
             except RedisError as error:
@@ -180,12 +204,13 @@ class Outage:
                     raise
                 self.cause = error
             else:
-                return self.over()
+                return
 
-    async def wait_async(self, client: redis.asyncio.Redis) -> None:
+    async def wait_async(self, client: redis.asyncio.Redis, cause: Exception) -> None:
         """The same for asyncio."""
+        self._meet(cause)
         while True:
-            await asyncio.sleep(self.next_delay())
+            await asyncio.sleep(self._pause())
             try:
                 await client.ping()
             except RedisError as error:
@@ -193,7 +218,7 @@ class Outage:
                     raise
                 self.cause = error
             else:
-                return self.over()
+                return
 
 
 def _keep_buffers() -> None:

@@ -237,20 +237,23 @@ class TrainerBroker(Broker):
             for p in prompts.values():
                 held += [p.id, p.attempt, p.strikes, where, p.record]
         head: list[Arg] = [reason, book.cursor, bytes(book.committed), book.dropped, book.dead, self.config]
-        version = policy.version if policy else 0
-        try:
-            answer = self.script("reconcile", self.epoch, self.token, *head, version, len(fields) // 2, *fields, *held)
-            self._passes(answer[0])
-            stand = self.standing()
-            missing = [int(i) for i in np.flatnonzero(stand.places() == 0)]
-            for start in range(0, len(missing), 1000):
-                self.fenced("missing", *missing[start : start + 1000])
-        except (RedisError, _Older) as error:
-            if isinstance(error, RedisError) and not passing(error):
-                raise
-            time.sleep(0.1)
-            if not isinstance(error, (_Older, Restarted)):
-                Outage(error, self.patience, self.stop).wait(self.client)
-            self.seen.restarted = False
-            return self._reconcile(reason)
+        head += [policy.version if policy else 0, len(fields) // 2, *fields]
+        with Outage(self.seen, self.patience, self.stop) as outage:
+            while True:
+                try:
+                    return self._agree([*head, *held])
+                except _Older:
+                    time.sleep(0.1)
+                except RedisError as error:
+                    if not passing(error):
+                        raise
+                    outage.wait(self.client, error)
+                    self.seen.restarted = False
+
+    def _agree(self, args: list[Arg]) -> int:
+        """Once through it: Redis is told, and ids that then stand nowhere are to be fed again. Answers how many."""
+        self._passes(self.script("reconcile", self.epoch, self.token, *args)[0])
+        missing = [int(i) for i in np.flatnonzero(self.standing().places() == 0)]
+        for start in range(0, len(missing), 1000):
+            self.fenced("missing", *missing[start : start + 1000])
         return len(missing)

@@ -113,16 +113,23 @@ class WorkerBroker:
 
     async def patiently(self, verb: Callable[[], Awaitable[T]]) -> T:
         """The verb, sent again after each outage; for verbs that may be repeated."""
-        while True:
-            try:
-                return await verb()
-            except RedisError as error:
-                if not passing(error):
-                    raise
-                await self.outage(error)
+        with Outage(self.seen, self.patience, self.stop) as outage:
+            while True:
+                try:
+                    return await verb()
+                except RedisError as error:
+                    if not passing(error):
+                        raise
+                    await self.heal(outage, error)
 
     async def outage(self, error: Exception) -> None:
-        await Outage(error, self.patience, self.stop).wait_async(self.client)
+        """For a verb that is not sent again."""
+        with Outage(self.seen, self.patience, self.stop) as outage:
+            await self.heal(outage, error)
+
+    async def heal(self, outage: Outage, error: Exception) -> None:
+        """Returns when Redis is back."""
+        await outage.wait_async(self.client, error)
         self.seen.restarted = False
         self.suspect = True
 
