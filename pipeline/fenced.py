@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from pipeline.broker import Broker
-from pipeline.connect import BLOCK, Outage, Restarted, passing
+from pipeline.connect import BLOCK, Outage, passing
 from pipeline.errors import Fenced, MillpondError, UsageError
 from pipeline.keys import Keys
 from pipeline.ledger import Ledger
@@ -124,18 +124,18 @@ class TrainerBroker(Broker):
     # -- groups
 
     def take(self, count: int, block: bool = True) -> tuple[list[bytes], bytes | None]:
-        """Up to `count` messages, and an alarm if there is one; blocks at most a second, for the first only."""
+        """Up to `count` messages, or an alarm; waits at most a second, for the first only. What is there already is
+        popped behind the fence, so a replaced trainer can get no more than one group: that it was waiting for."""
 
         def pop() -> tuple[list[bytes], bytes | None]:
-            messages: list[bytes] = []
-            if block:
-                found: Any = self.client.blpop([self.keys["alarm"], self.keys["groups"]], timeout=BLOCK)
-                if found is None:
-                    return [], None
-                if found[0].decode() == self.keys["alarm"]:
-                    return [], found[1]
-                messages.append(found[1])
-            return messages + self._pop(count - len(messages)), None
+            messages = self._pop(count)
+            if messages or not block:
+                return messages, None
+            found: Any = self.client.blpop([self.keys["alarm"], self.keys["groups"]], timeout=BLOCK)
+            if found is None:
+                return [], None
+            alarm = found[0].decode() == self.keys["alarm"]
+            return ([], found[1]) if alarm else ([found[1]], None)
 
         try:
             return pop()
@@ -153,13 +153,16 @@ class TrainerBroker(Broker):
         pipe.execute_command("EVAL", opening.text, *opening.call(self.keys, self.epoch, self.token))
         pipe.lpop(self.keys["groups"], count)
         pipe.execute_command("EVAL", closing.text, *closing.call(self.keys))
-        fence, messages, _ = pipe.execute()
+        try:
+            fence, messages, _ = pipe.execute()
+        except OutOfMemoryError:
+            return list(self.fenced("take_full", count)[0])
         return list(messages or []) if fence == b"alarm" or self._passes(fence) else []
 
     def hold(self, prompt: Prompt) -> bool:
         """Takes a decoded group's prompt into the ledger; False where it was taken before: discard the message."""
         if self.ledger.knows(prompt.id):
-            self.patiently(lambda: self.client.hincrby(self.keys["counters"], "discarded:double", 1))
+            self.patiently(lambda: self.script("count", "discarded:double"))
             return False
         self.ledger.taken[prompt.id] = prompt
         return True
@@ -183,10 +186,8 @@ class TrainerBroker(Broker):
 
     def quarantine(self, message: bytes, problem: str, digest: str) -> None:
         """A message that would not decode; its prompt is found by the next check."""
-        entry = {"head": message[:4096], "length": len(message), "sha256": digest, "problem": problem[:500]}
-        self.patiently(
-            lambda: self.client.xadd(self.keys["quarantine"], entry, maxlen=1000, approximate=True)  # type: ignore[arg-type]
-        )
+        entry: list[Arg] = ["head", message[:4096], "length", len(message), "sha256", digest, "problem", problem[:500]]
+        self.patiently(lambda: self.script("quarantine", *entry))
 
     # -- weights and checkpoints
 

@@ -1,4 +1,5 @@
 -- keys: workers workers:info workers:spare state weights:version
+-- flags: allow-oom
 -- ARGV: worker, info, spare samples. Answers {'ok' or 'reaped', status, paused, version}.
 if not redis.call('ZSCORE', workers, ARGV[1]) then return {'reaped'} end
 redis.call('ZADD', workers, now(), ARGV[1])

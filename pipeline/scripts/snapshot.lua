@@ -1,4 +1,5 @@
 -- keys: feed refeed prompts prompts:retry groups open unsettled done:committed done:dropped done:dead state
+-- flags: no-writes
 -- Where every prompt stands, at one instant; for the audit and for finding what is missing. Answers
 -- {feed, committed, dropped, dead, stream ids, open ids, {unsettled id, push number, ...}, refeed ids, popped, list length, pending}.
 local waiting = {}

@@ -1,4 +1,5 @@
 -- keys: prompts prompts:retry
+-- flags: no-writes
 -- Entries in the streams that nobody has leased.
 local count = 0
 for _, stream in ipairs({prompts, prompts_retry}) do
