@@ -9,7 +9,7 @@ if known > tonumber(ARGV[1]) or (known == tonumber(ARGV[1]) and redis.call('HGET
 redis.pcall('XGROUP', 'CREATE', prompts, 'generators', '0', 'MKSTREAM')
 redis.pcall('XGROUP', 'CREATE', prompts_retry, 'generators', '0', 'MKSTREAM')
 redis.call('HSET', state, 'epoch', ARGV[1], 'token', ARGV[2], 'trainer_seen', now())
-redis.call('SET', config, ARGV[8])
+if ARGV[8] ~= '' then redis.call('SET', config, ARGV[8]) end
 
 local function merge(key, bits)
   if #bits == 0 then return end
@@ -21,11 +21,23 @@ redis.call('DEL', done_committed)
 merge(done_committed, ARGV[5])
 merge(done_dropped, ARGV[6])
 merge(done_dead, ARGV[7])
+-- what workers ended meanwhile, not knowing that it was trained, has not ended
+local function except(key, bits)
+  if redis.call('EXISTS', key) == 0 then return end
+  redis.call('BITOP', 'AND', key .. ':merge', key, bits)
+  redis.call('BITOP', 'XOR', key, key, key .. ':merge')
+  redis.call('DEL', key .. ':merge')
+end
+except(done_dropped, done_committed)
+except(done_dead, done_committed)
 
 local held, last = {}, 10 + 2 * ARGV[10]
 local cursor = math.max(tonumber(redis.call('GET', feed) or 0), tonumber(ARGV[4]))
 for i = last + 1, #ARGV, 5 do
   held[ARGV[i]] = i
+  for _, bits in ipairs({done_dropped, done_dead}) do
+    if redis.call('GETBIT', bits, ARGV[i]) == 1 then redis.call('SETBIT', bits, ARGV[i], 0) end
+  end
   cursor = math.max(cursor, ARGV[i] + 1)
 end
 redis.call('SET', feed, cursor)
@@ -53,7 +65,7 @@ for _, id in ipairs(redis.call('HKEYS', open)) do
     p.id = id
     redis.call('HDEL', open, id)
     redis.call('ZREM', unsettled, id)
-    if not ended then again(p, ARGV[3], 'none', rules.max_prompt_attempts) end
+    if not ended then again(p, ARGV[3], 'none', rules and rules.max_prompt_attempts or math.huge) end
   end
 end
 for id, i in pairs(held) do
