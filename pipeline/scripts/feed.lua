@@ -3,7 +3,7 @@
 -- Compare-and-set on the cursor, so two feeders cannot feed twice. Answers the cursor as it is now.
 local cursor = tonumber(redis.call('GET', feed) or 0)
 if cursor ~= tonumber(ARGV[1]) then return cursor end
-local dry = redis.call('XLEN', prompts) == 0
+local dry = redis.call('XLEN', prompts) == (pending(prompts) or 0)
 for i = 2, #ARGV do
   redis.call('XADD', prompts, '*', 'id', cursor + i - 2, 'attempt', 1, 'strikes', 0, 'prompt', ARGV[i])
 end
