@@ -42,11 +42,7 @@ class Job:
 class Generator:
     """The worker's one event loop."""
 
-    def __init__(
-        self,
-        worker: Worker,
-        concurrency: int,
-    ) -> None:
+    def __init__(self, worker: Worker, concurrency: int) -> None:
         self.worker = worker
         self.broker = worker.broker
         self.engine = worker.maker.engine
@@ -62,6 +58,8 @@ class Generator:
         self.began = self.turned = time.monotonic()
         self.lived = False
         "the run has been seen neither done nor failed"
+        self.told = False
+        "that a resume is waited for"
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # -- the loop
@@ -90,6 +88,7 @@ class Generator:
             return
         leased = await self.broker.lease(want, self.spare)
         self.wakeful = not leased.why and leased.room > 0
+        self.lived = self.lived or not leased.why
         if leased.why == "reaped":
             await self._reaped()
         if leased.leases and leased.version != self.engine.version:
@@ -193,6 +192,9 @@ class Generator:
             self.poke.set()
             return
         ended = pulse.status in ("done", "failed")
+        if ended and not (self.lived or self.told):
+            self.told = True
+            log.warning("the run is %s; a resume is waited for, %.0f s", pulse.status, self.broker.patience)
         self.lived = self.lived or not ended
         if ended and (self.lived or time.monotonic() - self.began > self.broker.patience):
             log.info("the run is %s", pulse.status)
