@@ -140,7 +140,7 @@ def _unpackb(data: bytes) -> dict[str, Any]:
     try:
         message = msgpack.unpackb(data, max_array_len=most, max_map_len=most, max_ext_len=0, ext_hook=_no_extension)
     except ValueError as error:  # all of msgpack's own errors, and those about Unicode, are of this kind
-        raise MessageError("message", f"not msgpack: {error or type(error).__name__}") from None
+        raise MessageError("message", f"not msgpack: {str(error) or type(error).__name__}") from None
     if type(message) is not dict:
         raise MessageError("message", f"{kind(message)} where a map is expected")
     schema = message.get("schema")

@@ -65,8 +65,8 @@ def text(field: str, value: Any, wire: bool = False) -> str:
 
 
 def array(field: str, value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A contiguous 1-d array of `dtype`: float16, bfloat16 and float64 become float32; integers must fit."""
-    if type(value) is np.ndarray and value.dtype == dtype and value.ndim == 1 and value.flags.c_contiguous:
+    """A 1-d array of `dtype`: float16, float64 and a torch bfloat16 become float32; integers must fit."""
+    if type(value) is np.ndarray and value.dtype == dtype and value.ndim == 1:
         return value
     try:
         found = np.asarray(_from_torch(value) if hasattr(value, "detach") else value)
@@ -75,12 +75,12 @@ def array(field: str, value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
     if found.ndim != 1:
         raise MessageError(field, f"shape {list(found.shape)} where one dimension is expected")
     whole = dtype.kind in "iu"
-    if found.size and found.dtype.kind not in ("biu" if whole else "iuf") and found.dtype.name != "bfloat16":
+    if found.size and found.dtype.kind not in ("biu" if whole else "iuf"):
         raise MessageError(field, f"{found.dtype} where {dtype} is expected")
     if found.size and whole and (found.min() < np.iinfo(dtype).min or found.max() > np.iinfo(dtype).max):
         raise MessageError(field, f"values from {found.min()} to {found.max()} do not fit {dtype}")
     with np.errstate(over="ignore"):  # what overflows becomes infinite, which is refused later
-        return np.ascontiguousarray(found, dtype)
+        return found.astype(dtype)
 
 
 def _from_torch(tensor: Any) -> Any:

@@ -8,7 +8,6 @@ threads. PIPE -1: Linux's parent-death signal. PIPE n: a pipe whose write end on
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -60,17 +59,16 @@ def follow(parent: int) -> None:
 
 
 def watch(pipe: int) -> None:
-    """Fork a watcher; it ends with the program too. It keeps no other file open: one may be a lock."""
+    """Fork a watcher, which ends with the program too. It keeps no other file open: one may be a lock."""
     program = os.getpid()
     if os.fork():
         os.close(pipe)
         return
     os.closerange(0, pipe)
     os.closerange(pipe + 1, 1024)
-    while os.getppid() == program:
-        if select.select([pipe], [], [], 1.0)[0]:
-            os.kill(program, signal.SIGTERM)
-            break
+    os.read(pipe, 1)  # returns when all write ends are closed: `keep` does so when the program has ended
+    if os.getppid() == program:
+        os.kill(program, signal.SIGTERM)
     os._exit(0)
 
 

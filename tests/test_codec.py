@@ -338,6 +338,7 @@ def test_only_an_aborted_sample_may_have_no_tokens() -> None:
         ({"metadata": {"a": [2**64]}}, "metadata.a[0]", "above 2^63 - 1"),
         ({"metadata": {"a": 1j}}, "metadata.a", "type complex"),
         ({"metadata": {"a": [0] * 65537}}, "metadata.a", "65537 entries"),
+        ({"metadata": dict.fromkeys(map(str, range(65537)))}, "metadata", "65537 entries"),
     ],
 )
 def test_a_sample_that_cannot_be_right_is_refused_by_its_place(

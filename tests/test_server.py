@@ -293,11 +293,13 @@ def test_a_tethered_program_ends_with_its_parent(by_pipe: bool) -> None:
 
 
 @LINUX
-def test_the_watcher_ends_with_its_program() -> None:
-    program = tether.spawn(["/bin/sleep", "1000"], by_pipe=True)
+def test_the_watcher_holds_no_file_but_its_pipe_and_ends_with_the_program(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as lock:
+        program = tether.spawn(["/bin/sleep", "1000"], [lock.fileno()], by_pipe=True)
     children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
     until(lambda: bool(children.read_text()))
     watcher = int(children.read_text())
+    until(lambda: len(os.listdir(f"/proc/{watcher}/fd")) == 1)
     program.kill()
     program.wait()
     until(lambda: ended(watcher))
