@@ -15,7 +15,7 @@ from pipeline.config import Agreed
 from pipeline.fenced import TrainerBroker
 from pipeline.keys import GROUP, Keys
 from pipeline.leases import Lease, WorkerBroker
-from pipeline.ledger import Ledger
+from pipeline.ledger import Ledger, get_bit, set_bit
 from pipeline.replies import Standing
 from pipeline.scripts import load
 from pipeline.types import Policy, Prompt
@@ -66,6 +66,17 @@ def prompt_of(group: bytes) -> Prompt:
 
 def ids(of: Sequence[Lease | Prompt]) -> list[int]:
     return [x.prompt.id if isinstance(x, Lease) else x.id for x in of]
+
+
+def ones(bits: bytes | bytearray) -> set[int]:
+    return {n for n in range(8 * len(bits)) if get_bit(bits, n)}
+
+
+def bits(*ids: int) -> bytearray:
+    made = bytearray()
+    for id in ids:
+        set_bit(made, id)
+    return made
 
 
 class Rig:
@@ -149,6 +160,26 @@ class Rig:
         assert self.push(worker, leases) == ["pushed"] * count
         return [lease.prompt for lease in leases]
 
+    def finish(self, trainer: TrainerBroker, worker: WorkerBroker, prompts: int) -> None:
+        """Feeds up to `prompts` and trains on all; each ends committed, dropped or dead."""
+        feeder = self.feeder()
+        for _ in range(10 * prompts):
+            feeder.refeed({id: records(id, 1)[0] for id in feeder.refeed_ids(1000)})
+            if (at := feeder.cursor()) < prompts:
+                feeder.feed(at, records(at, prompts - at))
+            self.push(worker, self.do(worker.mine()))
+            self.push(worker, self.lease(worker, 8))
+            self.take(trainer, 8)
+            trainer.check()
+            held = [*trainer.ledger.taken.values(), *trainer.ledger.published.values()]
+            trainer.publish(policy(1 + trainer.version()), held)
+            refused = trainer.commit(held)
+            assert refused == []
+            stand = self.standing()
+            if stand.feed == prompts and not (stand.waiting or stand.open or stand.refeed or stand.queued):
+                return
+        raise AssertionError(f"this never ends: {self.standing()}")
+
     # -- looking behind the brokers' backs
 
     def standing(self) -> Standing:
@@ -158,6 +189,10 @@ class Rig:
 
     def conserved(self) -> bool:
         return bool((self.standing().places() == 1).all())
+
+    def ended(self, name: str = "committed") -> set[int]:
+        """Ids with a bit in done:`name`."""
+        return ones(getattr(self.standing(), name))
 
     def groups(self) -> list[bytes]:
         found: Any = self.raw.lrange(self.keys["groups"], 0, -1)

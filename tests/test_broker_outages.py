@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import redis
 from lossy import Lossy
 from redis.exceptions import AuthenticationError
-from rig import Rig, agreed, ids, message, policy, records
+from rig import Rig, agreed, bits, ids, message, policy, records
 
 from pipeline.connect import passing
 from pipeline.errors import RedisDown
@@ -24,6 +25,32 @@ from pipeline.server import EmbeddedServer
 def lossy(redis_url: str) -> Iterator[Lossy]:
     with Lossy(redis_url) as relay:
         yield relay
+
+
+class Scene:
+    """A run with something of everything; its processes speak through `url`."""
+
+    rig: Rig
+    trainer: Any
+    feeder: Any
+    worker: Any
+    leases: Any
+    held: Any
+
+    def __init__(self, rig: Rig, url: str) -> None:
+        rig.trainer()
+        self.feeder, self.worker = rig.feeder(12), rig.worker()
+        rig.raw.sadd(rig.keys["refeed"], 99)
+        rig.queued(self.worker, 3)
+        self.leases = rig.lease(self.worker, 3)
+        through = Rig(url, rig.keys.run)
+        self.trainer = through.new_trainer()
+        self.trainer.takeover("trainer", force=True)
+        self.trainer.configure(agreed().model_dump_json())
+        self.held = through.take(self.trainer, 2)
+        rig.raw.lpop(rig.keys["groups"])
+        self.feeder, self.worker = through.feeder(), through.new_worker("w1")
+        self.rig = through
 
 
 VERBS: dict[str, tuple[bytes, Callable[[Scene], Any]]] = {
@@ -43,27 +70,6 @@ VERBS: dict[str, tuple[bytes, Callable[[Scene], Any]]] = {
     "restore": (b"EVALSHA", lambda s: s.trainer.restore(s.trainer.ledger)),
     "takeover": (b"EVALSHA", lambda s: s.trainer.takeover("again", force=True)),
 }
-
-
-class Scene:
-    """A run with something of everything; its processes speak through `url`."""
-
-    def __init__(self, rig: Rig, url: str) -> None:
-        self.rig = rig
-        rig.trainer()
-        self.feeder, self.worker = rig.feeder(12), rig.worker()
-        rig.raw.sadd(rig.keys["refeed"], 99)
-        rig.queued(self.worker, 3)
-        self.leases = rig.lease(self.worker, 3)
-        through = Rig(url, rig.keys.run)
-        self.trainer = through.new_trainer()
-        self.trainer.takeover("trainer", force=True)
-        self.trainer.configure(agreed().model_dump_json())
-        self.held = through.take(self.trainer, 2)
-        rig.raw.lpop(rig.keys["groups"])
-        self.feeder, self.worker = through.feeder(), through.new_worker("w1")
-        self.rig = through
-        self.raw = rig
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -157,19 +163,12 @@ def own(server: EmbeddedServer) -> Iterator[Rig]:
 # -- memory is full
 
 
-@pytest.fixture
-def full(own: Rig) -> Busy:
-    busy = Busy(own)
-    own.raw.config_set("maxmemory", 1)
-    return busy
-
-
 class Busy:
     """A run with something of everything: 0-1 published, 2-3 taken, 4 popped for nobody, 5-6 queued, 7-9 leased."""
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
-        self.trainer = rig.trainer(bound=12, in_flight=12)
+        self.trainer: Any = rig.trainer(bound=12, in_flight=12)
         self.feeder, self.worker = rig.feeder(20), rig.worker()
         rig.queued(self.worker, 7)
         self.published = rig.take(self.trainer, 2)
@@ -179,11 +178,18 @@ class Busy:
         self.leases = rig.lease(self.worker, 3)
 
 
-def fenced_by_another(busy: Busy) -> None:
+@pytest.fixture
+def full(own: Rig) -> Busy:
+    busy = Busy(own)
+    own.raw.config_set("maxmemory", 1)
+    return busy
+
+
+def replaced(busy: Busy) -> int:
     second = busy.rig.new_trainer()
     second.takeover("second", force=True)
     second.configure(agreed().model_dump_json())
-    assert second.restore(Ledger(committed=bytearray(b"\x40"))) == 0
+    return second.restore(Ledger(committed=bits(0, 1)))
 
 
 WORKS_WHEN_FULL: dict[str, Callable[[Busy], Any]] = {
@@ -197,7 +203,7 @@ WORKS_WHEN_FULL: dict[str, Callable[[Busy], Any]] = {
     "discard": lambda b: not b.trainer.hold(b.published[0]),
     "renew": lambda b: not b.trainer.renew(status="draining"),
     "configure": lambda b: not b.trainer.configure(agreed().model_dump_json()),
-    "takeover and restore": lambda b: not fenced_by_another(b),
+    "takeover and restore": lambda b: replaced(b) == 0,
     "quarantine": lambda b: not b.trainer.quarantine(b"x", "bad", "d"),
     "heartbeat": lambda b: b.rig.do(b.worker.heartbeat({}, 1)).known,
     "hand back": lambda b: b.rig.do(b.worker.hand_back(b.leases, "shutdown")) == 3,
@@ -279,8 +285,6 @@ def test_an_outage_that_outlasts_patience_says_so(server: EmbeddedServer, own: R
 def test_an_outage_is_told_once_however_many_wait_for_its_end(
     server: EmbeddedServer, own: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import asyncio
-
     own.trainer()
     own.feeder(8)
     worker = own.worker()
