@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import redis
+
 from pipeline.audit import Audit, audit
 from pipeline.broker import Broker
 from pipeline.keys import Keys
 from pipeline.server import locate
 from pipeline.tether import spawn
 
-PACE = ("--echo-latency", "lognormal:0.02:1")
+PACE = ("--echo-latency", "lognormal:0.01:0.5")
 SMALL = ("--rollout-batch-size", "4", "--n-samples-per-prompt", "2")
 ECHO_RUN = ("--engine", "echo", "--train-backend", "echo", "--rm-type", "random", *SMALL)
 "A run that needs no model and no time."
@@ -180,12 +182,19 @@ def holds(found: Audit) -> Audit:
     return found
 
 
-def look(folder: Path) -> Audit:
-    """The audit of a `millpond run` that goes on; it may be a step from its end."""
-    url = locate(folder / "redis")
-    assert url is not None, f"no Redis lives in {folder}"
-    with closing(Broker(url, Keys(folder.name), "test", patience=30)) as broker:
-        return holds(audit(broker))
+def audited(stage: Stage, folder: Path) -> dict[str, int]:
+    """How many prompts of a run stand where, by `millpond audit`; the run's Redis may be stopped."""
+    found = json.loads(stage.millpond("audit", folder, "--json").ends(0))
+    assert found["holds"]
+    places: dict[str, int] = found["places"]
+    return places
+
+
+def server_of(folder: Path) -> int:
+    """The pid of a run's embedded Redis."""
+    with closing(redis.Redis.from_url(locate(folder / "redis") or "")) as client:
+        info: Any = client.info("server")
+    return int(info["process_id"])
 
 
 def steps(folder: Path) -> list[dict[str, float]]:
