@@ -34,6 +34,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from pipeline.errors import RedisDown, RedisUnusable, Stopped, UsageError
+from pipeline.transaction import Client
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ def connect_async(url: str, name: str, seen: Seen | None = None) -> redis.asynci
         redis_connect_func=hello,
         **_options(url, name),
     )
-    return redis.asyncio.Redis.from_pool(pool)
+    return Client.from_pool(pool)
 
 
 def verify(client: redis.Redis) -> list[str]:
