@@ -1,0 +1,269 @@
+"""`millpond run` as its user meets it: stopping and going on, what a mistake looks like, what lies in the folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from processes import (
+    ECHO_RUN,
+    PACE,
+    Parts,
+    Stage,
+    Started,
+    alive,
+    audited,
+    contiguous,
+    eventually,
+    own_code,
+    prompts,
+    server_of,
+    steps,
+)
+
+from pipeline.broker import Broker
+from pipeline.keys import Keys
+from pipeline.server import EmbeddedServer, locate
+
+SLOW = (*PACE, "--echo-train-seconds", "0.1", "--save-interval", "4")
+
+
+def started(stage: Stage, out: Path, *more: object, rows: int = 100, **env: str) -> Started:
+    """An echo run over one epoch."""
+    data = prompts(stage.folder, rows)
+    return stage.millpond("run", "--out", out, *ECHO_RUN, "--prompt-data", data, "--num-epoch", "1", *more, **env)
+
+
+# --- stopping
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with Stage(tmp_path) as stage:
+        run = started(stage, out, *SLOW)
+        eventually(lambda: len(steps(out)) >= 5, "five steps")
+        run.kill(signal.SIGINT)
+        said = run.ends(130, seconds=20)
+        assert "the trainer saves first" in said
+        assert f"`millpond run --resume --out {out}` goes on" in said
+        done = len(steps(out))
+        assert f"{done:08d}" in os.listdir(out / "checkpoints")
+        assert audited(stage, out)["committed"] == 4 * done
+
+        said = stage.millpond("run", "--resume", "--out", out).ends(0)
+        assert f"step {done} " not in said
+        assert audited(stage, out)["committed"] == 100
+    assert contiguous(steps(out)) == 25
+
+
+def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with Stage(tmp_path) as stage:
+        run = started(stage, out, *PACE, "--echo-train-seconds", "60")
+        eventually(lambda: popped(out) == 4, "a batch in the trainer's hand")
+        left = [*run.children().values(), server_of(out)]
+        run.kill(signal.SIGINT)
+        time.sleep(1)
+        assert all(map(alive, left))
+        began = time.monotonic()
+        run.kill(signal.SIGINT)
+        run.ends(130, seconds=20)
+        assert time.monotonic() - began < 5
+        assert not any(map(alive, left))
+
+
+def test_a_trainer_that_is_told_to_stop_ends_the_run_in_order(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with Stage(tmp_path) as stage:
+        run = started(stage, out, *SLOW)
+        eventually(lambda: len(steps(out)) >= 2, "two steps")
+        os.kill(run.children()["train"], signal.SIGTERM)
+        assert "goes on" in run.ends(130, seconds=20)
+
+
+def popped(out: Path) -> int:
+    """Groups that have left the list."""
+    if not (url := locate(out / "redis")):
+        return 0
+    with closing(Broker(url, Keys(out.name), "test")) as broker:
+        return broker.standing().popped
+
+
+# --- what does not heal
+
+
+def test_a_reward_that_raises_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
+    source = """
+def reward(x):
+    if x.prompt_id == 30:
+        raise KeyError("what I meant")
+    return 1.0
+"""
+    with Stage(tmp_path) as stage:
+        env = own_code(tmp_path, source)
+        args = ["--prompt-data", prompts(tmp_path, 100), "--num-epoch", "1", "--custom-rm-path", "mine.reward"]
+        plain = [a for a in ECHO_RUN if a not in ("--rm-type", "random")]
+        said = stage.millpond("run", "--out", "run", *plain, *args, **env).ends(1)
+        assert audited(stage, tmp_path / "run")["committed"] >= 4
+    assert 'mine.py", line 4, in reward' in said
+    assert "KeyError: 'what I meant'" in said
+
+
+def test_restarts_are_bounded(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with Stage(tmp_path) as stage:
+        run = started(stage, out, *SLOW, "--max-restarts", "1")
+        eventually(lambda: len(steps(out)) >= 2, "two steps")
+        for _ in range(2):
+            victim = eventually(lambda: run.children().get("generate"), "a generator")
+            os.kill(victim, signal.SIGKILL)
+            eventually(lambda victim=victim: not alive(victim), "its end")
+        said = run.ends(1)
+    assert "millpond: generator-0 was killed 2 times (--max-restarts 1)" in said
+
+
+def test_a_generator_that_was_sent_away_comes_back(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with Stage(tmp_path) as stage:
+        run = started(stage, out, *SLOW, rows=60)
+        first = eventually(lambda: len(steps(out)) >= 2 and run.children()["generate"], "two steps")
+        os.kill(first, signal.SIGTERM)
+        eventually(lambda: run.children().get("generate", first) != first, "another generator")
+        run.ends(0)
+        assert audited(stage, out)["committed"] == 60
+
+
+# --- what lies in the folder
+
+
+def test_all_in_the_folder_is_private_and_names_no_password(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with Stage(tmp_path) as stage:
+        run = started(stage, out, *SLOW, rows=24)
+        eventually(lambda: (out / "redis" / "password").exists(), "a password")
+        said = run.ends(0)
+    password = (out / "redis" / "password").read_text()
+    paths = [out, *out.rglob("*")]
+    assert {stat.S_IMODE(p.stat().st_mode) for p in paths if p.is_dir()} == {0o700}
+    assert {stat.S_IMODE(p.stat().st_mode) for p in paths if p.is_file()} == {0o600}
+    assert [p.name for p in paths if p.is_file() and password.encode() in p.read_bytes()] == ["password"]
+    assert password not in said
+    assert {p.name for p in out.iterdir()} == {
+        *("config.toml", "metrics.jsonl", "logs", "checkpoints", "weights", "redis"),
+    }
+
+
+def test_a_given_redis_shows_its_password_nowhere(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with EmbeddedServer(tmp_path / "redis", "process") as server, Stage(tmp_path) as stage:
+        said = started(stage, out, "--redis-url", server.url, rows=8).ends(0)
+        password = (tmp_path / "redis" / "password").read_text()
+    assert password not in said
+    assert not [p for p in out.rglob("*") if p.is_file() and password.encode() in p.read_bytes()]
+    assert not (out / "redis").exists()
+
+
+def test_a_folder_with_a_run_is_not_used_again(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with Stage(tmp_path) as stage:
+        started(stage, out, rows=8).ends(0)
+        before = (out / "config.toml").read_bytes()
+        said = started(stage, out, "--num-rollout", "1").ends(2)
+    assert said == f"millpond: {out} is there already: --resume goes on with that run, another --out starts a new one\n"
+    assert (out / "config.toml").read_bytes() == before
+
+
+def test_a_run_that_goes_on_already_is_not_resumed(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with Stage(tmp_path) as stage:
+        run = started(stage, out, *SLOW)
+        eventually(lambda: len(steps(out)) >= 1, "a step")
+        said = stage.millpond("run", "--resume", "--out", out, "--num-epoch", "9").ends(2)
+        assert "a server is already running" in said
+        assert "stop that run first" in said
+        assert "num_epoch = 1\n" in (out / "config.toml").read_text()
+        run.ends(0)
+
+
+def test_a_second_trainer_is_refused_and_told_of_the_first(redis_url: str, tmp_path: Path) -> None:
+    with Parts(tmp_path, redis_url, prompts(tmp_path, 100)) as run:
+        first = run.trainer("--num-rollout", "3")
+        eventually(lambda: run.broker.state().get("status") == "running", "a trainer")
+        said = run.trainer("--num-rollout", "3", "--resume").ends(2)
+        assert f"run {run.run} has a trainer: " in said
+        assert f"pid {first.process.pid}" in said
+        first.kill(signal.SIGTERM)
+        first.ends(130, seconds=20)
+        assert run.broker.state()["status"] == "draining"
+
+
+# --- mistakes: one sentence that says what and where, and nothing is left behind
+
+
+MISTAKES = {
+    "a mistyped flag": (
+        ["--rollout-bach-size", "4"],
+        "unknown option --rollout-bach-size; did you mean --rollout-batch-size?",
+    ),
+    "no such file": (
+        ["--prompt-data", "nothing.jsonl", "--engine", "echo", "--train-backend", "echo", "--rm-type", "random"],
+        "--prompt-data nothing.jsonl: there is no such file",
+    ),
+    "a model without prompts": (
+        ["--hf-checkpoint", ".", "--rm-type", "random"],
+        "--hf-checkpoint is given and --prompt-data is not: a JSONL file of prompts is needed",
+    ),
+    "a name that is none": (
+        ["--run", "my run", "--num-rollout", "3"],
+        "--run 'my run': a run's name is 1 to 64 characters out of A-Z a-z 0-9 . _ -",
+    ),
+    "a bound in lock-step": (
+        ["--max-weight-staleness", "1", "--no-fully-async"],
+        "--max-weight-staleness does nothing here: without --fully-async a run is lock-step and on-policy; "
+        "add --fully-async or leave the bound out",
+    ),
+    "no run to resume": (["--resume", "--out", "nowhere"], "--resume: nowhere holds no run (no config.toml)"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence_and_leaves_nothing(mistake: str, tmp_path: Path) -> None:
+    args, sentence = MISTAKES[mistake]
+    with Stage(tmp_path) as stage:
+        assert stage.millpond("run", *args).ends(2) == f"millpond: {sentence}\n"
+    assert [p.suffix for p in tmp_path.iterdir()] == [".out"]
+
+
+def test_an_unreachable_redis_ends_the_run_and_leaves_nothing(tmp_path: Path) -> None:
+    with Stage(tmp_path) as stage:
+        said = started(stage, tmp_path / "run", "--redis-url", "redis://127.0.0.1:1", "--redis-patience", "0.5").ends(3)
+    assert "Traceback" not in said
+    assert said.splitlines()[-1].startswith("millpond: Redis was away for 0 s (--redis-patience); last: Error 111")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_redis_that_evicts_is_refused(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path / "redis", "process") as server, Parts(tmp_path, server.url, tmp_path) as parts:
+        parts.broker.client.config_set("maxmemory-policy", "allkeys-lru")
+        said = started(parts, tmp_path / "new", "--redis-url", server.url).ends(2)
+        also = parts.trainer("--num-rollout", "1").ends(2)
+    assert said == also
+    assert said.startswith("millpond: maxmemory-policy is allkeys-lru: under memory pressure this Redis would delete")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_bad_row_ends_the_run_with_its_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps({"input": "a", "label": "b"}) + "\n" + '{"input": broken\n')
+    with Stage(tmp_path) as stage:
+        said = stage.millpond("run", "--out", "run", *ECHO_RUN, "--prompt-data", path, "--num-epoch", "1").ends(2)
+        assert "Traceback" not in said
+        assert f"{path}:2: broken JSON at column 11" in said
+        path.write_text(json.dumps({"input": "a", "label": "b"}) + "\n")
+        stage.millpond("run", "--resume", "--out", "run").ends(0)
