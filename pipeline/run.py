@@ -158,6 +158,8 @@ class Supervisor:
         return code
 
     def _restart(self, child: Child) -> None:
+        if child is self.trainer and self.config.save_interval == 0:
+            raise MillpondError("the trainer was killed, and with --save-interval 0 there is nothing to go on from")
         self._again(child.name, child.restarts, f"its log is {child.errors}\n{child.last_words()}")
         child.restart()
 

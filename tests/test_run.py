@@ -129,6 +129,17 @@ def test_restarts_are_bounded(tmp_path: Path) -> None:
     assert "millpond: generator-0 was killed 2 times (--max-restarts 1)" in said
 
 
+def test_without_checkpoints_a_killed_trainer_ends_the_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with Stage(tmp_path) as stage:
+        run = started(stage, out, "--save-interval", "0", "--echo-train-seconds", "0.1")
+        os.kill(eventually(lambda: steps(out) and run.children()["train"], "a step"), signal.SIGKILL)
+        assert run.ends(1).endswith(
+            "millpond: the trainer was killed, and with --save-interval 0 there is nothing to go on from\n"
+        )
+        assert audited(stage, out)["committed"] >= 4
+
+
 def test_a_generator_that_was_sent_away_comes_back(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with Stage(tmp_path) as stage:
