@@ -9,20 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+from pipeline.urls import EngineUrl, EngineUrls, RedisUrl
 
 Positive = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-
-
-def _redis_url(value: str) -> str:
-    if not value.startswith(("redis://", "rediss://", "unix://")):
-        raise ValueError("it must start with redis://, rediss:// or unix://")
-    return value
-
-
-RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 
 
 def option(default: Any, help: str, **limits: Any) -> Any:
@@ -115,7 +108,13 @@ class Rewards(Section):
 class Engines(Section):
     """Engine"""
 
-    engine: Literal["local", "echo"] = option("local", "local: torch in the generator; echo: no model, for tests")
+    engine: Literal["local", "sglang", "echo"] = option(
+        "local", "local: torch in the generator; sglang: servers that run already; echo: no model, for tests"
+    )
+    engine_url: EngineUrls | None = option(None, "sglang: URLs of this worker's own engines, with commas between")
+    engine_router_url: EngineUrl | None = option(None, "sglang: router before the engines, for requests only")
+    engine_api_key: SecretStr | None = option(None, "sglang: API key of the engines; best given in the environment")
+    engine_timeout: PositiveFloat = option(1800.0, "sglang: seconds one sample may take")
     hf_checkpoint: Path | None = option(None, "model and tokenizer folder in the Hugging Face layout")
     server_concurrency: Positive = option(256, "samples in flight in one engine")
     device: str = option("auto", "auto, cpu, cuda or cuda:N")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 from pipeline.config import ROLES, Section
@@ -32,7 +32,7 @@ S = TypeVar("S", bound=Section)
 PREFIX = "MILLPOND_"
 OTHER_VARIABLES = ("MILLPOND_CONFIG", "MILLPOND_REDIS_SERVER", "MILLPOND_SUPERVISED")
 "MILLPOND_* that are no fields"
-SECRET = frozenset({"redis_url"})
+SECRET = frozenset({"redis_url", "engine_api_key"})
 PRESETS = Path(__file__).with_name("presets")
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def parse(model: type[S], argv: Sequence[str], environ: Mapping[str, str], prog:
 def dump(config: Section, idle: Mapping[str, str] | None = None) -> str:
     """`config` as TOML that `parse` reads back, by section.
 
-    Commented out: what is unset, what is idle in this mode (`modes.idle`: field -> why), and a URL with a password.
+    Commented out: what is unset, what is idle in this mode (`modes.idle`: field -> why), keys, and a URL with a password.
     """
     parts = ["# All options of this run, as resolved from flags, environment, file and defaults.\n"]
     for heading, names in titled(type(config)).items():
@@ -186,6 +186,6 @@ def _toml(config: Section, name: str, idle: str | None) -> str:
         return f"# {name} is unset" if default is None else f'{name} = "none"'
     text = json.dumps(value if isinstance(value, bool | int | float) else str(value), ensure_ascii=False)
     line = f"{name} = {text}".replace("\x7f", "\\u007f")
-    if name in SECRET and mask(line) != line:
+    if isinstance(value, SecretStr) or (name in SECRET and mask(line) != line):
         return f"# {mask(line)}  (not written; give it in {PREFIX}{name.upper()})"
     return f"# {line}  ({idle})" if idle else line

@@ -77,6 +77,8 @@ def check(config: Section) -> list[str]:
         refusals += [*_refused(config), *_modes(config), *_training(config), *_going_on(config)]
     if isinstance(config, GenerateConfig | RunConfig) and config.rm_type is None and config.custom_rm_path is None:
         refusals.append("no reward: choose one with --rm-type or --custom-rm-path")
+    if isinstance(config, Engines) and config.engine == "sglang":
+        refusals += [*_sglang(config)]
     if refusals:
         raise UsageError("\n".join(refusals))
     return [*_warnings(config)] if isinstance(config, TrainConfig | RunConfig) else []
@@ -92,6 +94,8 @@ def idle(config: Section) -> dict[str, str]:
     if isinstance(config, Engines):
         echo = ("echo_latency", "echo_response_len", "echo_failure_rate", "echo_abort_rate")
         rules.append((config.engine != "echo", "it belongs to --engine echo", echo))
+        sglang = ("engine_url", "engine_router_url", "engine_api_key", "engine_timeout")
+        rules.append((config.engine != "sglang", "it belongs to --engine sglang", sglang))
     if isinstance(config, Rewards):
         rules.append((config.custom_rm_path is not None, "--custom-rm-path takes its place", ("rm_type",)))
         rules.append((config.custom_rm_path is None, "only a --custom-rm-path scores whole groups", ("group_rm",)))
@@ -146,6 +150,16 @@ def _modes(config: Trained) -> Iterator[str]:
         _bound(config)
     except UsageError as error:
         yield str(error)
+
+
+def _sglang(config: Engines) -> Iterator[str]:
+    if config.engine_url is None:
+        yield "--engine sglang needs --engine-url: the servers it drives, such as http://localhost:30000"
+    if isinstance(config, RunConfig) and config.generators > 1:
+        yield (
+            f"--generators {config.generators} would each load weights into the same engines; one drives all that "
+            "--engine-url names, and more workers, each with engines of its own, come by `millpond generate`"
+        )
 
 
 def _training(config: Trained) -> Iterator[str]:

@@ -73,7 +73,7 @@ def _complete(config: RunConfig) -> None:
         raise UsageError("--hf-checkpoint is given and --prompt-data is not: a JSONL file of prompts is needed")
     if not config.prompt_data.is_file():
         raise UsageError(f"--prompt-data {config.prompt_data}: there is no such file")
-    needed = config.engine == "local" or config.train_backend == "torch"
+    needed = config.engine != "echo" or config.train_backend == "torch"
     if config.hf_checkpoint is None and needed:
         raise UsageError("--prompt-data is given and --hf-checkpoint is not: a model folder is needed to train on them")
     if needed and not (config.hf_checkpoint or Path()).is_dir():

@@ -102,6 +102,8 @@ class Supervisor:
         path = str(self.folder / "config.toml")
         threads = str(self.config.torch_threads)
         env = {**os.environ, "MILLPOND_REDIS_URL": self.url, "MILLPOND_SUPERVISED": "1", "OMP_NUM_THREADS": threads}
+        if self.config.engine_api_key:  # config.toml does not hold it
+            env["MILLPOND_ENGINE_API_KEY"] = self.config.engine_api_key.get_secret_value()
         flags = {"--resume": self.config.resume, "--wait": self.config.wait, "--take-over": self.config.take_over}
         first = [flag for flag, given in flags.items() if given]
 
