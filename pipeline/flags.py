@@ -76,7 +76,7 @@ def parse(model: type[S], argv: Sequence[str], environ: Mapping[str, str], prog:
 def dump(config: Section, idle: Mapping[str, str] | None = None) -> str:
     """`config` as TOML that `parse` reads back, by section.
 
-    Commented out: what is unset, what is idle in this mode (`modes.idle`: field -> why), keys, and a URL with a password.
+    Commented out: what is unset, what is idle in this mode (`modes.idle`: field -> why), a key, a URL with a password.
     """
     parts = ["# All options of this run, as resolved from flags, environment, file and defaults.\n"]
     for heading, names in titled(type(config)).items():
