@@ -38,4 +38,30 @@ def _echo(config: GenerateConfig, mode: Mode) -> tuple[Engine, Tokenizer]:
     return engine, ByteTokenizer()
 
 
-BUILDERS: dict[str, Callable[[GenerateConfig, Mode], tuple[Engine, Tokenizer]]] = {"local": _local, "echo": _echo}
+def _sglang(config: GenerateConfig, mode: Mode) -> tuple[Engine, Tokenizer]:
+    if config.hf_checkpoint is None:
+        raise UsageError("--engine sglang needs --hf-checkpoint: the folder of the model that the engines serve")
+    tokenizer = HFTokenizer(config.hf_checkpoint)
+    from producers.engines.sglang import SGLangEngine
+    from producers.engines.sglang_pool import Servers
+
+    key = config.engine_api_key.get_secret_value() if config.engine_api_key else None
+    servers = Servers(_urls(config), config.engine_router_url, key, config.server_concurrency)
+    return SGLangEngine(config.hf_checkpoint, servers, mode, config.engine_timeout), tokenizer
+
+
+def _urls(config: GenerateConfig) -> tuple[str, ...]:
+    """What --engine-url names."""
+    return tuple(config.engine_url.split(",")) if config.engine_url else ()
+
+
+def slots(config: GenerateConfig) -> int:
+    """Samples that all engines of a worker may have at once."""
+    return config.server_concurrency * (len(_urls(config)) if config.engine == "sglang" else 1)
+
+
+BUILDERS: dict[str, Callable[[GenerateConfig, Mode], tuple[Engine, Tokenizer]]] = {
+    "local": _local,
+    "sglang": _sglang,
+    "echo": _echo,
+}

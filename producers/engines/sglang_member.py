@@ -1,0 +1,228 @@
+"""One SGLang server that is this worker's own: greeted, given weights, watched, and taken out when it fails.
+
+In service means: it serves the version that was loaded last, and has said so. A server that leaves service comes back
+by a greeting and a full load, whatever its label says: an engine that was restarted, or half updated, may have any
+weights behind any label.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.errors import EngineDown, EngineError, UsageError, WeightsError
+from pipeline.types import Policy
+from producers.engines import sglang_wire as wire
+from producers.engines.base import Request, Sampling
+from producers.engines.sglang_http import NONE, Link, Reply
+from producers.engines.sglang_reply import KEY_REFUSED, Asked, as_version, completion, problem
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds, and how often."""
+
+    start: float = 1200.0
+    "until one engine answers; large models take minutes to load"
+    look: float = 5.0
+    "between looks at an engine"
+    reply: float = 30.0
+    "for a control call; /health takes up to 20"
+    first: float = 120.0
+    "for the first token after a start, when kernels may still be compiled"
+    update: float = 600.0
+    "for a weight update, all its calls together"
+    flushes: int = 20
+    "tries to flush a cache, while requests leave it"
+    between: float = 0.5
+    "between them"
+
+
+class Member:
+    """`changed` is called when it enters or leaves service, or begins or ends a load."""
+
+    def __init__(self, link: Link, mode: str, timing: Timing, changed: Callable[[Member], None]) -> None:
+        self.link = link
+        self.version: int | None = None
+        self.known: set[int] = set()
+        "versions loaded since it entered service"
+        self.context_length: int | None = None
+        self.why = "it has not answered yet"
+        "it is not in service; empty when it is"
+        self.greeted = False
+        self.dirty = False
+        "an update failed: nobody knows what it serves"
+        self.updating = False
+        self.poke = asyncio.Event()
+        "look at it now"
+        self.lock = asyncio.Lock()
+        "one load at a time"
+        self._mode, self._timing, self._changed = mode, timing, changed
+
+    @property
+    def url(self) -> str:
+        return self.link.url
+
+    @property
+    def serving(self) -> bool:
+        return not self.why
+
+    def take_out(self, why: str) -> None:
+        if self.serving or self.why != why:
+            log.warning("engine %s is out of service: %s", self.url, why)
+        self.why = why
+        self.version = None
+        self._changed(self)
+
+    # -- the first words
+
+    async def greet(self, window: int | None) -> None:
+        """It is there, takes our key, and answers a request as we send them. `window`: tokens that it must have room
+        for. UsageError where waiting will not help, EngineDown where it may."""
+        self.greeted = False
+        info = await self.link.get("/model_info", self._timing.reply)
+        if info.status in KEY_REFUSED:
+            raise UsageError(f"{self.url} refuses the API key (--engine-api-key): {info.text}")
+        if info.status == 404 or (info.ok and "weight_version" not in info.fields):
+            raise UsageError(f"{self.url} has no /model_info with a weight_version: SGLang 0.5.6 or later is needed there")
+        self._expect(info)
+        self.context_length = _window(await self.link.get("/v1/models", self._timing.reply))
+        if window is not None and self.context_length is not None and self.context_length < window:
+            raise UsageError(f"{self.url} has a context of {self.context_length} tokens, the other engines of {window}")
+        self._expect(await self.link.post("/continue_generation", wire.resume(), self._timing.reply))
+        await self._try_out()
+        self.greeted = True
+
+    async def _try_out(self) -> None:
+        """One token: a request it refuses would otherwise be refused for each prompt, and all would be dropped."""
+        request = Request("0" * 32, np.zeros(1, np.int32), Sampling(1, 1.0, ()), 0)
+        reply = await self.link.post("/generate", wire.generate(request, 1, request.rid), self._timing.first)
+        try:
+            if not reply.ok:
+                raise problem(reply, self.url)
+            completion(reply, Asked(1, 1 << 31, None, ()))
+        except EngineDown:
+            raise
+        except EngineError as error:
+            raise UsageError(f"{self.url} does not answer a request as it should: {error}") from error
+
+    def _expect(self, reply: Reply) -> None:
+        if not reply.ok:
+            raise EngineDown(f"{self.url}: {reply.text}")
+
+    # -- weights
+
+    async def load(self, policy: Policy, stay_paused: bool) -> None:
+        """In service with `policy` afterwards. WeightsError where it cannot load them, EngineDown where it is away;
+        either way it is then out of service."""
+        async with self.lock:
+            if self.serving and self.version == policy.version:
+                return
+            self.updating = True
+            self._changed(self)
+            try:
+                async with asyncio.timeout(self._timing.update):
+                    await self._update(policy, stay_paused)
+            except TimeoutError:
+                self._failed(f"the update to version {policy.version} took over {self._timing.update:.0f} s", True)
+                raise EngineDown(self.why) from None
+            except (EngineError, WeightsError) as error:
+                self._failed(str(error), isinstance(error, EngineError))
+                raise
+            except asyncio.CancelledError:
+                self._failed(f"the update to version {policy.version} was broken off", True)
+                raise
+            finally:
+                self.updating = False
+                self._changed(self)
+
+    def _failed(self, why: str, away: bool) -> None:
+        self.dirty = True
+        self.greeted = self.greeted and not away
+        self.take_out(why)
+
+    async def _update(self, policy: Policy, stay_paused: bool) -> None:
+        """Pause, load, flush, name, verify, go on: in this order a flush meets nothing that runs (BB-25)."""
+        await self.pause()
+        if not policy.path:
+            await self._name(policy.version)  # a trainer without weights: what the engine has stays
+        elif not await self._load(policy):
+            await self._flush()
+            await self._name(policy.version)
+        await self._verify(policy.version)
+        if not self.serving:
+            self.known.clear()
+        self.known.add(policy.version)  # before the first token that carries it
+        if not stay_paused:
+            await self.resume()
+        if not self.serving:
+            log.info("engine %s is in service with version %d", self.url, policy.version)
+        self.version, self.why, self.dirty = policy.version, "", False
+
+    async def _load(self, policy: Policy) -> bool:
+        """Whether all is done; if not, the weights are in, and the flush and the name are to be done."""
+        body = wire.update(policy, flush=self._mode == "retract")
+        reply = await self.link.post("/update_weights_from_disk", body, None)
+        if reply.ok and reply.fields.get("success") is True:
+            return True
+        if reply.status == 400 and wire.APPLIED in reply.text:
+            return False
+        what = f"{self.url} could not load version {policy.version}: {reply.text}"
+        raise WeightsError(what) if reply.status == 400 or reply.ok else EngineDown(what)
+
+    async def _flush(self) -> None:
+        for _ in range(self._timing.flushes):
+            reply = await self.link.post("/flush_cache", {}, self._timing.reply)
+            if reply.ok:
+                return
+            await asyncio.sleep(self._timing.between)
+        raise EngineDown(f"{self.url}: the cache could not be flushed: {reply.text}")
+
+    async def _name(self, version: int) -> None:
+        self._expect(await self.link.post("/update_weight_version", wire.set_version(version), self._timing.reply))
+
+    async def _verify(self, version: int) -> None:
+        reply = await self.link.get("/model_info", self._timing.reply)
+        self._expect(reply)
+        label = reply.fields.get("weight_version")
+        if as_version(label) != version:
+            raise EngineDown(f"{self.url} reports version {label!r} after version {version} was loaded")
+
+    async def pause(self) -> None:
+        self._expect(await self.link.post("/pause_generation", wire.pause(self._mode), self._timing.reply))
+
+    async def resume(self) -> None:
+        self._expect(await self.link.post("/continue_generation", wire.resume(), self._timing.reply))
+
+    # -- health
+
+    async def trouble(self, paused: bool) -> str:
+        """What keeps it from serving; empty where nothing does. Not to be asked during a load.
+
+        /ready answers at once, but says no also after a /health that failed during a pause, and servers before 0.5.20
+        do not know it; then /health decides, which generates a token. It is never asked of a paused engine: there it
+        blocks, fails, and lets /ready fail from then on.
+        """
+        info = await self.link.get("/model_info", self._timing.reply)
+        if not info.ok:
+            return info.text
+        label = info.fields.get("weight_version")
+        if as_version(label) != self.version:
+            return f"it serves {label!r} where version {self.version} was loaded: it was restarted, or is not ours alone"
+        if paused or (await self.link.get("/ready", self._timing.reply)).ok:
+            return ""
+        health = await self.link.get("/health", self._timing.reply)
+        return "" if health.ok else f"it is not healthy: {health.text}"
+
+
+def _window(reply: Reply) -> int | None:
+    """Prompt and response together; None where the server does not say."""
+    models = reply.fields.get("data") if reply.status != NONE else None
+    sizes = [m.get("max_model_len") for m in models if isinstance(m, dict)] if isinstance(models, list) else []
+    return min((size for size in sizes if type(size) is int), default=None)

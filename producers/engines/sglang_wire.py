@@ -1,0 +1,73 @@
+"""What is sent to SGLang: the bodies of all requests. `tests/data` has the part of its OpenAPI that they must fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.types import Policy
+from producers.engines.base import Request
+
+APPLIED = "Weights were updated, but the cache was not flushed"
+"In a 400: the new weights are in, and the flush is still to be done."
+
+Body = dict[str, Any]
+
+
+def generate(request: Request, limit: int, rid: str) -> Body:
+    """One sequence of up to `limit` tokens under the name `rid`.
+
+    All that could make the distribution another one than the trainer's is sent as neutral, whatever the server's own
+    defaults are. Log-probabilities are then of the distribution that was sampled from: after temperature, and there is
+    no top-p or top-k. The server heeds `sampling_seed` when started with --enable-deterministic-inference.
+    """
+    sampling = request.sampling
+    return {
+        "rid": rid,
+        "input_ids": request.tokens.tolist(),
+        "sampling_params": {
+            "max_new_tokens": limit,
+            "temperature": sampling.temperature,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "sampling_seed": request.seed,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "min_new_tokens": 0,
+            "ignore_eos": False,
+        },
+        "return_logprob": True,
+        "return_text_in_logprobs": False,
+        "stream": False,
+    }
+
+
+def update(policy: Policy, flush: bool) -> Body:
+    """The weights of a folder, under their version's name, with requests in flight kept."""
+    return {
+        "model_path": policy.path,
+        "weight_version": str(policy.version),
+        "abort_all_requests": False,
+        "flush_cache": flush,
+    }
+
+
+def set_version(version: int) -> Body:
+    """Left alone this one aborts all requests."""
+    return {"new_version": str(version), "abort_all_requests": False}
+
+
+def pause(mode: str) -> Body:
+    return {"mode": mode}
+
+
+def resume() -> Body:
+    """SGLang wants a body, if an empty one."""
+    return {}
+
+
+def abort(rid: str) -> Body:
+    """The scheduler matches by prefix: a rid must be no other's beginning, so all have one length."""
+    return {"rid": rid}
