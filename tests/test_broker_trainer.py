@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -377,6 +379,27 @@ def test_a_replaced_trainer_can_change_nothing(run: Rig, verb: str) -> None:
     with pytest.raises(Fenced, match="taken over by the second"):
         ZOMBIE[verb](zombie, held)
     assert run.dump() == before
+
+
+@pytest.mark.spared("no connections")
+def test_a_trainer_that_waits_for_a_group_when_it_is_replaced_gets_none(run: Rig) -> None:
+    zombie = run.trainer()
+    run.feeder(2)
+    worker = run.worker()
+    leases = run.lease(worker, 2)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(zombie.take, 4)
+        while not any(
+            c["cmd"] == "blpop" and c["name"].startswith(run.keys.prefix[:-1]) for c in run.raw.client_list()
+        ):
+            time.sleep(0.001)
+        second = run.new_trainer()
+        second.takeover("second", force=True)
+        run.push(worker, leases)
+        assert waiting.result() == ([], None)
+    with pytest.raises(Fenced):
+        zombie.take(4)
+    assert [prompt_of(g).id for g in second.take(4)[0]] == [0, 1]
 
 
 def test_a_trainer_of_the_same_epoch_with_another_token_is_fenced(run: Rig) -> None:
