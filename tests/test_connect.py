@@ -28,7 +28,7 @@ def test_a_server_as_it_should_be_is_taken_without_a_word(client: redis.Redis) -
 
 def test_a_server_that_would_delete_queued_groups_is_refused_with_the_command_that_helps(client: redis.Redis) -> None:
     client.config_set("maxmemory-policy", "allkeys-lru")
-    with pytest.raises(RedisUnusable, match="allkeys-lru.*CONFIG SET maxmemory-policy noeviction"):
+    with pytest.raises(RedisUnusable, match=r"allkeys-lru.*CONFIG SET maxmemory-policy noeviction"):
         verify(client)
 
 
