@@ -15,10 +15,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.errors import WeightsError
 from pipeline.leases import Lease, Pulse
 from pipeline.room import lag
-from pipeline.types import Policy
+from producers.catch_up import CatchUp
 from producers.group import Progress
 from producers.work import Worker
 
@@ -28,6 +27,8 @@ IDLE = (1.0, 2.0)
 "Seconds between looks of a worker that has nothing to do and hears nothing."
 JITTER = 0.01
 "Seconds over which woken workers spread."
+AGAIN = 0.1
+"Seconds after which a task that was cancelled and goes on is cancelled again."
 
 
 @dataclass
@@ -48,49 +49,50 @@ class Generator:
         self.engine = worker.maker.engine
         self.rules = worker.rules
         self.concurrency = concurrency
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[Lease, Job] = {}
         self.poke = asyncio.Event()
         self.wakeful = True
         "something may have changed since a lease gave less than was wanted"
-        self.loading: int | None = None
-        self.policy: Policy | None = None
-        self.weights = asyncio.Lock()
+        self.weights = CatchUp(self.broker, self.engine, lambda: self.broker.heartbeat(self.info(), self.spare))
         self.began = self.turned = time.monotonic()
         self.lived = False
         "the run has been seen neither done nor failed"
         self.told = False
         "that a resume is waited for"
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        "told to halt, or the first bug that was met"
 
     # -- the loop
 
     async def run(self) -> None:
         """Until told to halt or the run ends; then all is handed back. Raises the first bug that any prompt met."""
-        helpers = [asyncio.create_task(self._listen()), asyncio.create_task(self._turn())]
-        for helper in helpers:
-            helper.add_done_callback(self._notice)
+        parts = [asyncio.create_task(part) for part in (self._serve(), self._listen(), self._turn())]
+        for part in parts:
+            part.add_done_callback(self._notice)
         try:
-            while not self.broker.stop.is_set() and not self.failed.done():
-                if self.broker.suspect:
-                    await self._adopt()
-                await self._refill()
-                await self._rest()
-            if self.failed.done():
-                self.failed.result()
+            await self.over
         finally:
-            for helper in helpers:
-                helper.cancel()
+            await _cancel(parts)
             await self._hand_all_back()
+
+    async def _serve(self) -> None:
+        while not self.broker.stop.is_set():
+            if self.broker.suspect:
+                await self._adopt()
+            await self._refill()
+            await self._rest()
+        self.halt()
 
     async def _refill(self) -> None:
         want = self._want()
-        if want <= 0 or not self.wakeful:
+        if want <= 0 or not self.wakeful or time.monotonic() < self.worker.down:
             return
+        self.wakeful = False  # before the call: what is announced meanwhile must count
         leased = await self.broker.lease(want, self.spare)
-        self.wakeful = not leased.why and leased.room > 0
+        self.wakeful = self.wakeful or (not leased.why and leased.room > 0)
         self.lived = self.lived or not leased.why
         if leased.why == "reaped":
-            await self._reaped()
+            self._dead()
         if leased.leases and leased.version != self.engine.version:
             await self._catch_up()
         for lease in leased.leases:
@@ -107,8 +109,10 @@ class Generator:
 
     @property
     def spare(self) -> int:
-        """Finished samples of groups that are not finished."""
-        return sum(job.progress.finished for job in self.jobs.values())
+        """Finished samples of groups that are not finished, for which others may be leased; any thread may ask."""
+        if self.rules.rollout_submission_granularity == "group":
+            return 0
+        return sum(job.progress.finished for job in list(self.jobs.values()))
 
     def _want(self) -> int:
         """Groups this worker could start: by samples, or by whole groups; unfinished groups are bounded either way."""
@@ -124,50 +128,28 @@ class Generator:
 
     def _start(self, lease: Lease) -> None:
         job = Job(lease, Progress(running=self.rules.n_samples_per_prompt))
-        self.jobs[lease.entry] = job
+        self.jobs[lease] = job
         job.task = asyncio.create_task(self.worker.work(lease, job.progress, self.poke))
-        job.task.add_done_callback(lambda task: self._ended(lease.entry, task))
+        job.task.add_done_callback(lambda task: self._ended(lease, task))
 
-    def _ended(self, entry: str, task: asyncio.Task[None]) -> None:
-        self.jobs.pop(entry, None)
+    def _ended(self, lease: Lease, task: asyncio.Task[None]) -> None:
+        del self.jobs[lease]
         self._notice(task)
         self.poke.set()
 
     def _notice(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() and not self.failed.done():
-            self.failed.set_exception(task.exception())  # type: ignore[arg-type]
-            self.poke.set()
+        if not task.cancelled() and (error := task.exception()) and not self.over.done():
+            self.over.set_exception(error)
 
     # -- weights
 
     async def _catch_up(self) -> None:
         """Load what is published; then cancel what can no longer be fresh enough."""
-        async with self.weights:
-            tries = 0
-            while (policy := await self.broker.policy()) and policy.version != self.engine.version:
-                if self.engine.version is not None and policy.version < self.engine.version:
-                    return
-                self.loading = policy.version
-                await self.broker.heartbeat(self.info(), self.spare)
-                try:
-                    await self.engine.load(policy)
-                except WeightsError:
-                    newest = await self.broker.policy()
-                    tries += newest is not None and newest.version == policy.version
-                    if tries > 3:
-                        raise
-                    await asyncio.sleep(0.2)
-                finally:
-                    self.loading = None
-            self.policy = policy
-        await self._cancel_stale()
-
-    async def _cancel_stale(self) -> None:
-        limit, policy = self.rules.max_weight_staleness, self.policy
+        policy, limit = await self.weights(), self.rules.max_weight_staleness
         if limit is None or policy is None:
             return
         late = [j for j in self.jobs.values() if (lag(j.progress.oldest, policy.version, policy.lineage) or 0) > limit]
-        await self._abandon(late)
+        await _abandon(late)
         await self.broker.hand_back([job.lease for job in late], "stale", "strike")
 
     # -- the worker among others
@@ -179,7 +161,7 @@ class Generator:
             "pid": os.getpid(),
             "engine": type(self.engine).__name__,
             "version": self.engine.version,
-            "loading": self.loading,
+            "loading": self.weights.loading,
             "in_flight": len(self.jobs),
             "samples": sum(job.progress.running for job in list(self.jobs.values())),
             "tokens_per_sec": round(self.worker.tokens_per_sec(), 1),
@@ -188,9 +170,10 @@ class Generator:
     def hear(self, pulse: Pulse) -> None:
         """What a heartbeat brought. A run that had ended before we came may be about to be resumed: wait for that."""
         if not pulse.known:
-            self.wakeful = True
-            self.poke.set()
+            self._dead()
             return
+        if self.jobs and self.weights.loading is None and (pulse.version or 0) > (self.engine.version or 0):
+            self._missed()
         ended = pulse.status in ("done", "failed")
         if ended and not (self.lived or self.told):
             self.told = True
@@ -200,15 +183,24 @@ class Generator:
             log.info("the run is %s", pulse.status)
             self.halt()
 
+    def _missed(self) -> None:
+        self.broker.suspect = True
+        self.poke.set()
+
+    def _dead(self) -> None:
+        log.warning("this worker was declared dead; its prompts went to others, it registers anew")
+        self._missed()
+
     def halt(self) -> None:
         """Hand all back and end, soon."""
         self.broker.stop.set()
-        self.poke.set()
+        if not self.over.done():
+            self.over.set_result(None)
 
     async def _listen(self) -> None:
         async for word in self.broker.wakes():
             await asyncio.sleep(random.uniform(0, JITTER))
-            if word == "version" and self.jobs:
+            if word in ("version", "subscribed") and self.jobs:
                 await self._catch_up()
             self.wakeful = True
             self.poke.set()
@@ -219,31 +211,34 @@ class Generator:
             await asyncio.sleep(1)
 
     async def _adopt(self) -> None:
-        """After an outage: work on what is ours and nobody works on; leave what is no longer ours."""
+        """After something was missed: work on what is ours and nobody works on; leave what is no longer ours."""
         self.broker.suspect = False
         await self.broker.register(self.info())
-        mine = {lease.entry: lease for lease in await self.broker.mine()}
-        await self._abandon([job for entry, job in self.jobs.items() if entry not in mine])
-        found = [lease for entry, lease in mine.items() if entry not in self.jobs]
-        if found:
+        before = set(self.jobs)
+        mine = dict.fromkeys(await self.broker.mine())
+        await _abandon([job for lease, job in self.jobs.items() if lease not in mine])
+        if mine:
             await self._catch_up()
-        for lease in found:
-            self._start(lease)
+        for lease in mine:
+            if lease not in before:
+                self._start(lease)
         self.wakeful = True
 
-    async def _reaped(self) -> None:
-        log.warning("this worker was declared dead; its prompts went to others, it registers anew")
-        await self._abandon(list(self.jobs.values()))
-        await self._adopt()
-
-    async def _abandon(self, jobs: list[Job]) -> None:
-        tasks = [job.task for job in jobs if job.task]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
     async def _hand_all_back(self) -> None:
-        leases = [job.lease for job in self.jobs.values()]
-        await self._abandon(list(self.jobs.values()))
-        await self.broker.hand_back(leases, "shutdown")
-        await self.broker.leave()
+        """What Redis says we hold, a lease whose reply never came included."""
+        await _abandon(list(self.jobs.values()))
+        while not await self.broker.leave():
+            await self.broker.hand_back(await self.broker.mine(), "shutdown")
+
+
+async def _abandon(jobs: list[Job]) -> None:
+    await _cancel([job.task for job in jobs if job.task])
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    """Returns when all have ended. Before Python 3.12 wait_for, which redis-py calls, can swallow a cancel
+    (python/cpython#86296), so it is said again."""
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=AGAIN)

@@ -1,0 +1,50 @@
+"""An engine's weights kept those that are published."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from pipeline.errors import WeightsError
+from pipeline.leases import WorkerBroker
+from pipeline.types import Policy
+from producers.engines.base import Engine
+
+TRIES = 4
+"Failed loads of one version, while no newer one is published, after which it counts as broken."
+PAUSE = 0.2
+"Seconds between them."
+
+
+class CatchUp:
+    """One load at a time, never of a lower version."""
+
+    def __init__(self, broker: WorkerBroker, engine: Engine, tell: Callable[[], Awaitable[object]]) -> None:
+        """`tell` lets the run know what is being loaded, before its folder is opened: so it is not deleted."""
+        self.broker = broker
+        self.engine = engine
+        self.tell = tell
+        self.loading: int | None = None
+        self.policy: Policy | None = None
+        "what was loaded last"
+        self._one = asyncio.Lock()
+
+    async def __call__(self) -> Policy | None:
+        """Loads until the engine has what is published; WeightsError where that cannot be loaded. A folder that
+        vanished has been followed by another version: the manifest is read again."""
+        async with self._one:
+            failed: list[int] = []
+            while (policy := await self.broker.policy()) and policy.version > (self.engine.version or 0):
+                self.loading = policy.version
+                try:
+                    await self.tell()
+                    await self.engine.load(policy)
+                    self.policy = policy
+                except WeightsError:
+                    failed.append(policy.version)
+                    if failed.count(policy.version) >= TRIES:
+                        raise
+                    await asyncio.sleep(PAUSE)
+                finally:
+                    self.loading = None
+            return self.policy
