@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 FULL = (0.2, 1.0)
 "Seconds between tries to push into a full list."
+DOWN = 1.0
+"Seconds that a worker leases nothing after its engine was found down: what it hands back is for others."
 
 
 class Worker:
@@ -32,6 +34,8 @@ class Worker:
         self.keep = keep
         self.made: deque[tuple[float, int]] = deque(maxlen=512)
         "(when, tokens) of the latest groups"
+        self.down = 0.0
+        "monotonic time until which nothing is leased"
 
     def tokens_per_sec(self) -> float:
         """Over the last 10 seconds."""
@@ -52,6 +56,7 @@ class Worker:
             await self.broker.drop(lease, "refused")
         except EngineDown as error:
             log.warning("prompt %d is handed back: %s", lease.prompt.id, error)
+            self.down = time.monotonic() + DOWN
             await self.broker.hand_back([lease], "engine_down")
         except SampleAborted as error:
             await self._give_up(lease, "aborted", error)
