@@ -49,8 +49,9 @@ class Custom:
     def _call_in_thread(self, argument: RewardInput | list[RewardInput]) -> Any:
         try:
             return self.function(argument)
-        except StopIteration as error:  # a future cannot carry it: whoever awaits would wait for ever
-            raise RuntimeError(f"{self.name} raised StopIteration") from error
+        except (StopIteration, TimeoutError) as error:
+            # A future cannot carry the one, whoever awaits would wait for ever, and loses the traceback of the other.
+            raise RuntimeError(f"{self.name} raised {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
