@@ -238,14 +238,14 @@ class WorkerBroker:
         return await self.hand_back([lease], reason, "drop")
 
     async def wakes(self) -> AsyncIterator[str]:
-        """What is announced on `wake`, for ever; a broken subscription is made anew."""
+        """What is announced on `wake`, for ever; a broken subscription is made anew. Each begins with `subscribed`:
+        what was announced before was missed."""
         while True:
             async with self.client.pubsub() as channel:
                 try:
                     await channel.subscribe(self.keys["wake"])
                     async for message in channel.listen():
-                        if message["type"] == "message":
-                            yield message["data"].decode()
+                        yield message["data"].decode() if message["type"] == "message" else "subscribed"
                 except RedisError as error:
                     if not passing(error):
                         raise
