@@ -154,31 +154,47 @@ def maker_of(engine: Engine, rules: Agreed, scorer: Scorer | None = None, slots:
 
 
 @asynccontextmanager
-async def at_work(
+async def hired(
     rig: Rig,
     engine: Engine,
     name: str = "w1",
     concurrency: int = 8,
     keep: Filter | None = None,
     scorer: Scorer | None = None,
+    url: str = "",
 ) -> AsyncIterator[Generator]:
-    """A generator that runs; halted at the end, and whatever ended it is raised."""
-    broker = WorkerBroker(rig.url, rig.keys, name, patience=20)
+    """A generator that is registered and does not run yet."""
+    broker = WorkerBroker(url or rig.url, rig.keys, name, patience=20)
     rules = await broker.agreed()
     assert rules is not None
     generator = Generator(Worker(broker, maker_of(engine, rules, scorer, concurrency, name), keep), concurrency)
     await engine.start()
     await broker.register(generator.info())
-    running = asyncio.create_task(generator.run())
     try:
         yield generator
     finally:
-        generator.halt()
+        await engine.close()
+        await broker.close()
+
+
+@asynccontextmanager
+async def at_work(rig: Rig, engine: Engine, **how: Any) -> AsyncIterator[Generator]:
+    """A generator that runs; halted at the end, and whatever ended it is raised."""
+    async with hired(rig, engine, **how) as generator:
+        running = asyncio.create_task(generator.run())
         try:
-            await asyncio.wait_for(running, 10)
+            await until(lambda: running.done() or hears(rig, generator))
+            yield generator
         finally:
-            await engine.close()
-            await broker.close()
+            generator.halt()
+            await asyncio.wait_for(running, 10)
+
+
+def hears(rig: Rig, generator: Generator) -> bool:
+    """It has subscribed to what is announced."""
+    name = f"millpond:{rig.keys.run}:worker".encode()
+    clients: Any = rig.raw.execute_command("CLIENT", "LIST", "TYPE", "pubsub")
+    return str(clients).count(f"name={name.decode()} ") >= 1
 
 
 @contextmanager
@@ -206,6 +222,9 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.002)
 
 
-async def settled() -> None:
-    """All that can happen without time passing, and a few round trips to Redis, have happened."""
-    await asyncio.sleep(0.05)
+async def calm(engine: Hand) -> None:
+    """Until no request has come for a while."""
+    sent = -1
+    while sent != len(engine.sent):
+        sent = len(engine.sent)
+        await asyncio.sleep(0.08)
