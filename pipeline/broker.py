@@ -37,6 +37,8 @@ class Broker:
         self.began = time.monotonic()
         self.stop = threading.Event()
         "set by the owner: an outage is not waited out any longer"
+        self.data: dict[str, str] = {}
+        "what is being fed, as fields of `state`"
         self.lived = False
         "the run has been seen neither done nor failed"
         self.seen = Seen()
@@ -110,12 +112,19 @@ class Broker:
                 f"run {self.keys.run} was fed from other data ({before}) than it would be now ({mine}): give the same "
                 "--prompt-data, keys, --rollout-shuffle and --rollout-seed, or another --run"
             )
-        fields: Any = {"data": mine, "feed_total": "" if total is None else str(total)}
+        self.data = {"data": mine, "feed_total": "" if total is None else str(total)}
+        self._describe()
+
+    def _describe(self) -> None:
+        fields: Any = self.data
         self.patiently(lambda: self.client.hset(self.keys["state"], mapping=fields))
 
     def stopping(self) -> bool:
         """The run has ended. One that had ended before we came may be about to be resumed: that is waited for."""
-        ended = self.state().get("status") in ("done", "failed")
+        state = self.state()
+        if self.data and "data" not in state:  # Redis came back without it
+            self._describe()
+        ended = state.get("status") in ("done", "failed")
         self.lived = self.lived or not ended
         return ended and (self.lived or time.monotonic() - self.began > self.patience)
 

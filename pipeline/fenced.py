@@ -46,6 +46,8 @@ class TrainerBroker(Broker):
         self.ledger = Ledger()
         self.config = ""
         "JSON for the key `config`"
+        self.said: dict[str, str] = {}
+        "fields of `state` that are ours"
         self.latest: Policy | None = None
         "what we published last"
 
@@ -99,7 +101,8 @@ class TrainerBroker(Broker):
                 "--wait waits until it is gone, --take-over replaces it at once"
             )
         self.epoch = int(answer[1])
-        self._kill_others()
+        self.said = {"trainer": name}
+        self.patiently(self._kill_others)
         self.durable()
 
     def _kill_others(self) -> None:
@@ -110,8 +113,9 @@ class TrainerBroker(Broker):
 
     def renew(self, **fields: str) -> None:
         """Sign of life; also sets fields of `state`."""
+        self.said.update(fields)
         flat = [x for pair in fields.items() for x in pair]
-        self.patiently(lambda: self.fenced("renew", *(flat or ["why", ""])))
+        self.patiently(lambda: self.fenced("renew", *flat))
 
     def finish(self, status: str, why: str) -> None:
         """The last word on this run for now; another trainer may take over at once."""
@@ -254,6 +258,7 @@ class TrainerBroker(Broker):
     def _agree(self, args: list[Arg]) -> int:
         """Once through it: Redis is told, and ids that then stand nowhere are to be fed again. Answers how many."""
         self._passes(self.script("reconcile", self.epoch, self.token, *args)[0])
+        self.fenced("renew", *(x for pair in self.said.items() for x in pair))
         missing = [int(i) for i in np.flatnonzero(self.standing().places() == 0)]
         for start in range(0, len(missing), 1000):
             self.fenced("missing", *missing[start : start + 1000])
