@@ -172,7 +172,7 @@ class State:
 
     def reconcile(self, book: Ledger, version: int) -> None:
         held = {**book.taken, **book.published}
-        self.running, self.agreed, self.grouped = self.running, True, True
+        self.running, self.agreed, self.grouped = True, True, True
         self.committed = ones(book.committed)
         self.dropped = (self.dropped | ones(book.dropped)) - self.committed - held.keys()
         self.dead = (self.dead | ones(book.dead)) - self.committed - held.keys()

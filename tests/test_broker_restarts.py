@@ -151,9 +151,23 @@ def test_a_wiped_redis_is_told_what_the_trainer_took_trained_and_published(run: 
     assert run.push(worker, leases) == ["lost", "lost"]
     assert run.do(worker.lease(1, 0)).why == "reaped"
     run.do(worker.register({}))
-    trainer.renew(status="running")
     run.finish(trainer, worker, 9)
     assert run.ended() == set(range(9))
+
+
+def test_a_wiped_redis_is_told_again_who_trains_in_what_state_and_on_what_data(run: Rig) -> None:
+    trainer, feeder = run.trainer(), run.feeder()
+    feeder.describe_data(10, 20, "abc")
+    trainer.renew(why="step 7")
+    before = trainer.state()
+    wipe(run)
+    assert not feeder.stopping()
+    trainer.renew()
+    after = trainer.state()
+    for state in (before, after):
+        del state["trainer_seen"]
+    assert after == before
+    assert trainer.check().feed_total == 20
 
 
 VERBS: dict[str, Callable[[Any, Any], Any]] = {
@@ -337,7 +351,6 @@ def test_a_redis_that_forgot_all_since_then_is_made_to_agree(
     assert stand.unsettled.keys() >= {2}
     assert not stand.unsettled.keys() & {0, 1}
     own.do(was.worker.register({}))
-    was.trainer.renew(status="running")
     own.finish(was.trainer, was.worker, 12)
     assert own.ended() | own.ended("dropped") == set(range(12))
 

@@ -328,6 +328,7 @@ def test_a_renewal_keeps_the_trainer_alive_and_sets_what_it_says(run: Rig) -> No
     trainer = run.trainer()
     run.raw.hset(run.keys["state"], "trainer_seen", 0)
     trainer.renew(why="step 3")
+    trainer.renew()
     assert trainer.state()["why"] == "step 3"
     with pytest.raises(UsageError):
         run.new_trainer().takeover("second")

@@ -156,8 +156,7 @@ class Protocol(RuleBasedStateMachine):
         before = self.begin()
         if self.behind:
             before.reconcile(self.trainer.ledger, self.version)
-            self.trainer.renew(status="running")
-            before.running = True
+            self.trainer.renew()
             self.behind = self.torn = False
             self.expect(before)
             before = self.begin()
@@ -413,7 +412,6 @@ class Protocol(RuleBasedStateMachine):
         self.zombies.append(self.trainer)
         self.trainer = self.new_trainer()
         after.reconcile(self.saved, self.version)
-        after.running = True
         self.challenged, self.calm = False, 0
         self.trained, self.fit = ones(self.saved.committed), set()
         self.behind = self.torn = False
