@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from processes import ECHO_RUN, PACE, Parts, Stage, alive, audited, contiguous, eventually, prompts, server_of, steps
 
 from pipeline.server import EmbeddedServer
@@ -16,9 +17,9 @@ ASYNC = ("--fully-async", "--max-weight-staleness", "2", "--save-interval", "3",
 GO_ON = ("--resume", "--take-over")
 
 
-def seeded(seed: int | None = None) -> random.Random:
-    """A failing test shows what it printed."""
-    seed = int.from_bytes(os.urandom(4), "big") if seed is None else seed
+def seeded() -> random.Random:
+    """Random moments; pytest shows the seed of a failing test."""
+    seed = int.from_bytes(os.urandom(4), "big")
     print(f"seed {seed}")
     return random.Random(seed)
 
@@ -33,24 +34,22 @@ def ended(run: Parts, fed: int) -> None:
     assert sum(line["rollout/groups"] for line in lines) == found.places["committed"]
 
 
-def test_any_process_may_be_killed_at_any_moment(tmp_path: Path) -> None:
-    """Separate processes on a Redis of their own; twice each of trainer, feeder and a generator; and Redis once."""
+def chaos(folder: Path, victims: str, rows: int) -> None:
+    """Separate processes on a Redis of their own, killed in random order: t(rainer), f(eeder), g(enerator), r(edis)."""
     dice = seeded()
-    with EmbeddedServer(tmp_path / "redis") as server, Parts(tmp_path, server.url, prompts(tmp_path, 300)) as run:
-        trainer = run.trainer(*ASYNC, "--num-epoch", "2")
-        feeder = run.feeder("--num-epoch", "2", "--feed-low-water", "16")
+    feed = ("--num-epoch", "2", "--feed-low-water", "16")
+    with EmbeddedServer(folder / "redis") as server, Parts(folder, server.url, prompts(folder, rows)) as run:
+        trainer, feeder = run.trainer(*ASYNC, "--num-epoch", "2"), run.feeder(*feed)
         generators = [run.generator() for _ in range(2)]
         eventually(run.committed, "a first commit")
-        victims = [*"ttffgg", "r"]
-        dice.shuffle(victims)
-        for victim in victims:
+        for victim in dice.sample(victims, len(victims)):
             time.sleep(dice.uniform(0, 0.7))
             if victim == "t":
                 trainer.kill()
                 trainer = run.trainer(*ASYNC, "--num-epoch", "2", *GO_ON)
             elif victim == "f":
                 feeder.kill()
-                feeder = run.feeder("--num-epoch", "2", "--feed-low-water", "16")
+                feeder = run.feeder(*feed)
             elif victim == "g":
                 generators.pop(0).kill()
                 generators.append(run.generator())
@@ -60,7 +59,17 @@ def test_any_process_may_be_killed_at_any_moment(tmp_path: Path) -> None:
             run.audit()
         for process in (trainer, feeder, *generators):
             process.ends(0)
-        ended(run, 600)
+        ended(run, 2 * rows)
+
+
+def test_any_process_may_be_killed_at_any_moment(tmp_path: Path) -> None:
+    chaos(tmp_path, "ttffggr", 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", range(5))
+def test_any_process_may_be_killed_again_and_again(more: int, tmp_path: Path) -> None:
+    chaos(tmp_path, "ttttttfffggggrrr", 900)
 
 
 def test_a_run_heals_what_is_killed(tmp_path: Path) -> None:
