@@ -36,6 +36,8 @@ def resolve(argv: Sequence[str]) -> RunConfig:
     config = parse(RunConfig, argv, os.environ, "millpond run", PRESET if demo else None)
     name = config.run or (folder.absolute().name if folder else time.strftime("run-%Y%m%d-%H%M%S"))
     _name(name, config)
+    if config.resume and folder and not config.redis_url and not (folder / "redis").is_dir():
+        raise UsageError(f"--resume: the run in {folder} is in a Redis of yours: give the same --redis-url again")
     folder = folder or RUNS / name
     if not demo:
         _complete(config)

@@ -207,4 +207,5 @@ class Supervisor:
                 sys.stdout.write(f"{what}: {self.folder / name}\n")
         if code and self.config.save_interval:
             how = "Stopped." if code == Stopped.exit_code else "When the cause is mended,"
-            sys.stdout.write(f"{how} `millpond run --resume --out {shlex.quote(str(self.folder))}` goes on.\n")
+            where = shlex.quote(str(self.folder)) + ("" if self.server else " --redis-url ...")
+            sys.stdout.write(f"{how} `millpond run --resume --out {where}` goes on.\n")

@@ -176,6 +176,10 @@ def test_a_given_redis_shows_its_password_nowhere(tmp_path: Path) -> None:
     with EmbeddedServer(tmp_path / "redis", "process") as server, Stage(tmp_path) as stage:
         said = started(stage, out, "--redis-url", server.url, rows=8).ends(0)
         password = (tmp_path / "redis" / "password").read_text()
+        again = stage.millpond("run", "--resume", "--out", out).ends(2)
+        stage.millpond("run", "--resume", "--out", out, "--num-epoch", "2", "--redis-url", server.url).ends(0)
+    assert contiguous(steps(out)) == 4
+    assert again == f"millpond: --resume: the run in {out} is in a Redis of yours: give the same --redis-url again\n"
     assert password not in said
     assert not [p for p in out.rglob("*") if p.is_file() and password.encode() in p.read_bytes()]
     assert not (out / "redis").exists()
