@@ -17,10 +17,11 @@ from producers.engines import build
 from producers.engines.base import Completion, Request, Sampling
 from producers.engines.echo import EchoEngine
 from producers.engines.echo_script import Latency
+from producers.engines.stamps import Stamps
 from producers.tokens import ByteTokenizer
 
 PROMPT = np.array([65, 61], np.int32)
-SLOW = {"latency": "100", "response_len": 200_000}
+SLOW = {"latency": "10", "response_len": 20_000}
 "2000 tokens a second"
 A_WHILE = 0.02
 
@@ -47,6 +48,13 @@ def play(
             await engine.close()
 
     return asyncio.run(main())
+
+
+async def launch(engine: EchoEngine, each: Request) -> asyncio.Task[Completion]:
+    """Returns when the request is in flight."""
+    task = asyncio.create_task(engine.generate(each))
+    await asyncio.sleep(0)
+    return task
 
 
 def test_an_answer_follows_from_the_seed_alone() -> None:
@@ -88,7 +96,7 @@ def test_an_answer_longer_than_allowed_is_cut() -> None:
 def test_a_request_that_spans_an_update_has_both_versions() -> None:
     async def scene(engine: EchoEngine) -> Completion:
         await engine.load(policy(3))
-        task = asyncio.create_task(engine.generate(request(1)))
+        task = await launch(engine, request(1))
         await asyncio.sleep(A_WHILE)
         await engine.load(policy(5))
         await asyncio.sleep(A_WHILE)
@@ -103,7 +111,7 @@ def test_a_request_that_spans_an_update_has_both_versions() -> None:
 
 def test_nothing_is_sampled_while_paused() -> None:
     async def scene(engine: EchoEngine) -> Completion:
-        task = asyncio.create_task(engine.generate(request(1)))
+        task = await launch(engine, request(1))
         await asyncio.sleep(A_WHILE)
         await engine.pause()
         await engine.load(policy(1))
@@ -121,7 +129,7 @@ def test_nothing_is_sampled_while_paused() -> None:
 def test_a_request_made_while_paused_waits_even_without_latency() -> None:
     async def scene(engine: EchoEngine) -> tuple[bool, Completion]:
         await engine.pause()
-        task = asyncio.create_task(engine.generate(request(1)))
+        task = await launch(engine, request(1))
         await asyncio.sleep(A_WHILE)
         early = task.done()
         await engine.load(policy(4))
@@ -133,34 +141,42 @@ def test_a_request_made_while_paused_waits_even_without_latency() -> None:
     assert done.versions == (Span(4, 0, 8),)
 
 
+def test_stamps_have_no_gaps_no_empty_spans_and_no_needless_ones() -> None:
+    stamps = Stamps(None)
+    for version, token in ((1, 0), (2, 3), (3, 3), (3, 5), (4, 8)):
+        stamps.mark(version, token)
+    assert stamps.version == 4
+    assert stamps.spans(9) == (Span(1, 0, 3), Span(3, 3, 8), Span(4, 8, 9))
+    assert stamps.spans(8) == (Span(1, 0, 3), Span(3, 3, 8))
+    assert stamps.spans(4) == (Span(1, 0, 3), Span(3, 3, 4))
+    assert stamps.spans(0) == ()
+
+
 def test_an_aborted_request_keeps_what_it_has() -> None:
     async def scene(engine: EchoEngine) -> tuple[Completion, Completion]:
         await engine.abort("unknown!")
-        late = asyncio.create_task(engine.generate(request(1)))
+        late = await launch(engine, request(1))
         await asyncio.sleep(A_WHILE)
-        at_once = asyncio.create_task(engine.generate(request(2)))
-        await asyncio.sleep(0)
+        at_once = await launch(engine, request(2))
         await engine.pause()
         await asyncio.gather(engine.abort(request(1).rid), engine.abort(request(2).rid))
         return await late, await at_once
 
     late, at_once = play(scene, **SLOW)
     assert late.finish == at_once.finish == "abort"
-    assert 0 < len(late.tokens) == len(late.logprobs) == late.versions[-1].end < 200_000
+    assert 0 < len(late.tokens) == len(late.logprobs) == late.versions[-1].end < 20_000
     assert len(at_once.tokens) < len(late.tokens)
 
 
 def test_a_cancelled_request_is_gone() -> None:
     async def scene(engine: EchoEngine) -> str:
-        task = asyncio.create_task(engine.generate(request(1)))
-        await asyncio.sleep(0)
+        task = await launch(engine, request(1))
         with pytest.raises(ValueError, match="in flight already"):
             await engine.generate(request(1))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        again = asyncio.create_task(engine.generate(request(1)))
-        await asyncio.sleep(0)
+        again = await launch(engine, request(1))
         await engine.abort(request(1).rid)
         return (await again).finish
 
@@ -219,8 +235,7 @@ def test_prompts_it_can_never_serve_are_refused() -> None:
 
 def test_closing_fails_what_is_in_flight_and_what_comes_later() -> None:
     async def scene(engine: EchoEngine) -> None:
-        task = asyncio.create_task(engine.generate(request(1)))
-        await asyncio.sleep(0)
+        task = await launch(engine, request(1))
         await engine.close()
         for call in (task, engine.generate(request(2))):
             with pytest.raises(EngineDown):

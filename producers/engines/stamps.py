@@ -18,9 +18,7 @@ class Stamps:
 
     def mark(self, version: int | None, token: int) -> None:
         """Tokens from number `token` on are sampled with `version`; nothing is older than the mark before."""
-        if self._marks[-1][1] == token:
-            self._marks.pop()
-        if not self._marks or self.version != version:
+        if self.version != version:
             self._marks.append((version, token))
 
     def spans(self, size: int) -> tuple[Span, ...]:
