@@ -9,6 +9,7 @@ checkpoints/00000020/   after 20 steps
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +80,17 @@ def read(folder: Path) -> Checkpoint:
         return Checkpoint(folder, state["step"], state["version"], lineage, state["epoch"], ledger)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--load {folder}: not a Millpond checkpoint ({error})") from None
+
+
+def give_up(root: Path, step: int) -> list[str]:
+    """Names of what is out of the way now: checkpoints after `step` belong to a branch that is given up, and would be
+    taken for the newest. They are kept, for people, as NAME.given-up."""
+    later = [path for path in root.glob("*") if path.name.isdigit() and int(path.name) > step]
+    for path in later:
+        hidden = path.with_name(f"{path.name}.given-up")
+        shutil.rmtree(hidden, ignore_errors=True)
+        path.rename(hidden)
+    return sorted(path.name for path in later)
 
 
 def prune(root: Path, keep: int) -> None:

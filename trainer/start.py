@@ -34,17 +34,15 @@ class Beginning:
 def begin(config: TrainConfig, broker: TrainerBroker, backend: Backend, folder: Path) -> Beginning:
     """Takes the run over, loads what there is to load, and sends round again what was taken and not committed."""
     known = "epoch" in broker.state()
-    if known and not config.resume:
-        raise RunExists(
-            f"run {broker.keys.run} is in this Redis already: --resume goes on with it, another --run starts a new "
-            f"one, `millpond purge --run {broker.keys.run}` deletes it"
-        )
-    if config.resume and not known and not folder.is_dir():
-        raise UsageError(f"--resume: there is no run {broker.keys.run}, neither in this Redis nor in {folder}")
+    _refuse(config, broker, folder, known)
     found = _load(config, folder)
     _take_over(config, broker, found.epoch if found else 0)
+    found = _load(config, folder)  # again: another trainer that was waited for may have saved
     if found:
         backend.load(found.folder / "model")
+        later = checkpoint.give_up(folder / "checkpoints", found.step)
+        if later:
+            log.warning("checkpoints after step %d are given up, and renamed: %s", found.step, ", ".join(later))
     broker.configure(agreed(config).model_dump_json())
     missing = broker.restore(found.ledger if found else Ledger())
     heard = broker.worker_versions() | {broker.version(), newest_version(folder / "weights")}
@@ -54,6 +52,21 @@ def begin(config: TrainConfig, broker: TrainerBroker, backend: Backend, folder: 
     step, restored = (found.step, found.version) if found else (0, 1)
     log.info("resumed at step %d; %d prompts are fed again; weights get version %d", step, missing, version)
     return Beginning(step, version, (*_lineage(broker, found), (version, restored)))
+
+
+def _refuse(config: TrainConfig, broker: TrainerBroker, folder: Path, known: bool) -> None:
+    run = broker.keys.run
+    if known and not config.resume:
+        raise RunExists(
+            f"run {run} is in this Redis already: --resume goes on with it, another --run starts a new one, "
+            f"`millpond purge --run {run}` deletes it"
+        )
+    if not config.resume and checkpoint.newest(folder / "checkpoints"):
+        raise RunExists(
+            f"{folder} has checkpoints of an earlier run: --resume goes on from them, another --out starts a new run"
+        )
+    if config.resume and not known and not folder.is_dir():
+        raise UsageError(f"--resume: there is no run {run}, neither in this Redis nor in {folder}")
 
 
 def _load(config: TrainConfig, folder: Path) -> checkpoint.Checkpoint | None:
