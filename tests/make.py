@@ -8,27 +8,36 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rig import Rig
 
-from consumers.drain import Drain, DrainRules
+from consumers.drain import Drain, DrainRules, drain
 from pipeline.broker import Broker
 from pipeline.codec import encode
-from pipeline.config import Agreed
+from pipeline.config import Agreed, FeedConfig, TrainConfig
 from pipeline.errors import WeightsError
 from pipeline.fenced import TrainerBroker
 from pipeline.leases import Lease, WorkerBroker
+from pipeline.modes import check, resolve_rollout
 from pipeline.types import ABORTED, COMPLETED, Group, Policy, Prompt, Sample, Sequence, Span
+from producers.dataset import Dataset
 from producers.engines.base import Completion, Engine, Request
 from producers.engines.echo import EchoEngine
+from producers.feeder import Feeder
 from producers.filters import Filter
 from producers.generator import Generator
 from producers.group import Maker, seed_of
 from producers.rewards import BuiltIn, Scorer
 from producers.tokens import ByteTokenizer
 from producers.work import Worker
+from trainer import cli
+from trainer.backends.echo import EchoBackend
+from trainer.loop import Loop
+from trainer.report import Reporter
+from trainer.start import begin
 
 # -- prompts and groups
 
@@ -163,8 +172,9 @@ async def hired(
     scorer: Scorer | None = None,
     url: str = "",
 ) -> AsyncIterator[Generator]:
-    """A generator that is registered and does not run yet."""
+    """A generator that is registered and does not run yet; it waits for a trainer."""
     broker = WorkerBroker(url or rig.url, rig.keys, name, patience=20)
+    await until(lambda: rig.raw.exists(rig.keys["config"]))
     rules = await broker.agreed()
     assert rules is not None
     generator = Generator(Worker(broker, maker_of(engine, rules, scorer, concurrency, name), keep), concurrency)
@@ -228,3 +238,68 @@ async def calm(engine: Hand) -> None:
     while sent != len(engine.sent):
         sent = len(engine.sent)
         await asyncio.sleep(0.08)
+
+
+# -- trainers
+
+
+def train_config(**fields: Any) -> TrainConfig:
+    """Batches of 2 groups of 2 samples, one version of staleness, a checkpoint every 2 steps, no training."""
+    values: dict[str, Any] = {
+        "train_backend": "echo",
+        "fully_async": True,
+        "max_weight_staleness": 1,
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "save_interval": 2,
+        "num_rollout": 1000,
+        "starve_timeout": 20.0,
+    }
+    return TrainConfig.model_validate({**values, **fields})
+
+
+def loop_of(rig: Rig, folder: Path, backend: EchoBackend | None = None, **fields: Any) -> Loop:
+    """A trainer that has begun, as `millpond train` makes it."""
+    config = train_config(**fields)
+    assert check(config) is not None
+    broker = rig.new_trainer()
+    backend = backend or EchoBackend(0.0)
+    now = begin(config, broker, backend, folder)
+    report = Reporter(folder / "metrics.jsonl", broker, now.step)
+    selection = resolve_rollout(config)
+    source = cli._drain(config, broker)
+    return Loop(config, broker, backend, folder, drain, source, report, selection.max_staleness, now)
+
+
+def run(loop: Loop) -> Loop:
+    """To its end, whatever that is."""
+    try:
+        loop.run()
+    finally:
+        loop.report.file.close()
+    return loop
+
+
+def train(rig: Rig, folder: Path, **fields: Any) -> Loop:
+    return run(loop_of(rig, folder, **fields))
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@contextmanager
+def feeding(rig: Rig, folder: Path, rows: int, epochs: int | None = 1) -> Iterator[None]:
+    """A feeder in a thread of its own: so many prompts, `epochs` times."""
+    path = folder / f"{rows}.jsonl"
+    path.write_text("".join(f'{{"input": "p{n}"}}\n' for n in range(rows)))
+    config = FeedConfig.model_validate({"prompt_data": path, "num_epoch": epochs})
+    broker = rig.feeder()
+    source = Dataset.open(path, config.input_key, config.label_key, config.metadata_key)
+    with ThreadPoolExecutor(1) as threads:
+        working = threads.submit(Feeder(source, config, broker).run, broker.stop)
+        try:
+            yield
+        finally:
+            broker.stop.set()
+            working.result()
