@@ -106,9 +106,9 @@ async def _generator(
     scorer = rewards.build(config, rules.group_rm)
     path = config.dynamic_sampling_filter_path
     engine, tokenizer = engines.build(config, rules.pause_generation_mode)
-    maker = Maker(engine, tokenizer, scorer, rules, broker.worker, asyncio.Semaphore(config.server_concurrency))
+    maker = Maker(engine, tokenizer, scorer, rules, broker.worker, asyncio.Semaphore(engines.slots(config)))
     worker = Worker(broker, maker, filters.load(path) if path else None)
-    generator = Generator(worker, config.server_concurrency)
+    generator = Generator(worker, engines.slots(config))
     loop = asyncio.get_running_loop()
 
     def hear(heard: Pulse) -> None:

@@ -73,7 +73,7 @@ class Link:
     async def get(self, path: str, seconds: float) -> Reply:
         return await self._call("GET", path, None, seconds)
 
-    async def post(self, path: str, body: dict[str, Any], seconds: float | None) -> Reply:
+    async def post(self, path: str, body: dict[str, Any] | None, seconds: float | None) -> Reply:
         """`seconds` None: until the caller has had enough."""
         return await self._call("POST", path, body, seconds)
 

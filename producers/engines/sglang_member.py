@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,28 +19,9 @@ from producers.engines import sglang_wire as wire
 from producers.engines.base import Request, Sampling
 from producers.engines.sglang_http import NONE, Link, Reply
 from producers.engines.sglang_reply import KEY_REFUSED, Asked, as_version, completion, problem
+from producers.engines.sglang_timing import Timing
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds, and how often."""
-
-    start: float = 1200.0
-    "until one engine answers; large models take minutes to load"
-    look: float = 5.0
-    "between looks at an engine"
-    reply: float = 30.0
-    "for a control call; /health takes up to 20"
-    first: float = 120.0
-    "for the first token after a start, when kernels may still be compiled"
-    update: float = 600.0
-    "for a weight update, all its calls together"
-    flushes: int = 20
-    "tries to flush a cache, while requests leave it"
-    between: float = 0.5
-    "between them"
 
 
 class Member:
@@ -64,6 +44,7 @@ class Member:
         self.lock = asyncio.Lock()
         "one load at a time"
         self._mode, self._timing, self._changed = mode, timing, changed
+        self._freed: asyncio.Task[Reply] | None = None
 
     @property
     def url(self) -> str:
@@ -74,6 +55,7 @@ class Member:
         return not self.why
 
     def take_out(self, why: str) -> None:
+        why = why.removeprefix(f"{self.url}: ")
         if self.serving or self.why != why:
             log.warning("engine %s is out of service: %s", self.url, why)
         self.why = why
@@ -88,13 +70,13 @@ class Member:
         self.greeted = False
         info = await self.link.get("/model_info", self._timing.reply)
         if info.status in KEY_REFUSED:
-            raise UsageError(f"{self.url} refuses the API key (--engine-api-key): {info.text}")
+            raise UsageError(f"{self.url}: the key is refused (--engine-api-key): {info.text}")
         if info.status == 404 or (info.ok and "weight_version" not in info.fields):
-            raise UsageError(f"{self.url} has no /model_info with a weight_version: SGLang 0.5.6 or later is needed there")
+            raise UsageError(f"{self.url}: no /model_info with a weight_version; SGLang 0.5.6 or later is needed")
         self._expect(info)
         self.context_length = _window(await self.link.get("/v1/models", self._timing.reply))
         if window is not None and self.context_length is not None and self.context_length < window:
-            raise UsageError(f"{self.url} has a context of {self.context_length} tokens, the other engines of {window}")
+            raise UsageError(f"{self.url}: a context of {self.context_length} tokens, where the others have {window}")
         self._expect(await self.link.post("/continue_generation", wire.resume(), self._timing.reply))
         await self._try_out()
         self.greeted = True
@@ -110,7 +92,7 @@ class Member:
         except EngineDown:
             raise
         except EngineError as error:
-            raise UsageError(f"{self.url} does not answer a request as it should: {error}") from error
+            raise UsageError(f"{self.url}: a request is not answered as it should be: {error}") from error
 
     def _expect(self, reply: Reply) -> None:
         if not reply.ok:
@@ -122,6 +104,7 @@ class Member:
         """In service with `policy` afterwards. WeightsError where it cannot load them, EngineDown where it is away;
         either way it is then out of service."""
         async with self.lock:
+            await self.freed()
             if self.serving and self.version == policy.version:
                 return
             self.updating = True
@@ -130,22 +113,34 @@ class Member:
                 async with asyncio.timeout(self._timing.update):
                     await self._update(policy, stay_paused)
             except TimeoutError:
-                self._failed(f"the update to version {policy.version} took over {self._timing.update:.0f} s", True)
-                raise EngineDown(self.why) from None
-            except (EngineError, WeightsError) as error:
-                self._failed(str(error), isinstance(error, EngineError))
+                self._failed(f"the update to version {policy.version} took over {self._timing.update:.0f} s")
+                raise EngineDown(f"{self.url}: {self.why}") from None
+            except EngineError as error:
+                self._failed(str(error))
+                raise
+            except WeightsError as error:
+                self._failed(str(error), away=False)
                 raise
             except asyncio.CancelledError:
-                self._failed(f"the update to version {policy.version} was broken off", True)
+                self._failed(f"the update to version {policy.version} was broken off")
                 raise
             finally:
                 self.updating = False
+                if not (self.serving or stay_paused):
+                    go_on = self.link.post("/continue_generation", wire.resume(), self._timing.grace)
+                    self._freed = asyncio.create_task(go_on)
                 self._changed(self)
 
-    def _failed(self, why: str, away: bool) -> None:
+    def _failed(self, why: str, away: bool = True) -> None:
         self.dirty = True
         self.greeted = self.greeted and not away
         self.take_out(why)
+
+    async def freed(self) -> None:
+        """Returns when an engine that an update failed on has been told to go on, or cannot be told: it must not stand
+        still for whoever uses it next."""
+        if self._freed:
+            await asyncio.wait([self._freed])
 
     async def _update(self, policy: Policy, stay_paused: bool) -> None:
         """Pause, load, flush, name, verify, go on: in this order a flush meets nothing that runs (BB-25)."""
@@ -173,12 +168,12 @@ class Member:
             return True
         if reply.status == 400 and wire.APPLIED in reply.text:
             return False
-        what = f"{self.url} could not load version {policy.version}: {reply.text}"
+        what = f"{self.url}: version {policy.version} could not be loaded: {reply.text}"
         raise WeightsError(what) if reply.status == 400 or reply.ok else EngineDown(what)
 
     async def _flush(self) -> None:
         for _ in range(self._timing.flushes):
-            reply = await self.link.post("/flush_cache", {}, self._timing.reply)
+            reply = await self.link.post("/flush_cache", None, self._timing.reply)
             if reply.ok:
                 return
             await asyncio.sleep(self._timing.between)
@@ -192,7 +187,7 @@ class Member:
         self._expect(reply)
         label = reply.fields.get("weight_version")
         if as_version(label) != version:
-            raise EngineDown(f"{self.url} reports version {label!r} after version {version} was loaded")
+            raise EngineDown(f"{self.url}: it reports version {label!r} after version {version} was loaded")
 
     async def pause(self) -> None:
         self._expect(await self.link.post("/pause_generation", wire.pause(self._mode), self._timing.reply))
@@ -214,7 +209,7 @@ class Member:
             return info.text
         label = info.fields.get("weight_version")
         if as_version(label) != self.version:
-            return f"it serves {label!r} where version {self.version} was loaded: it was restarted, or is not ours alone"
+            return f"it serves {label!r} where version {self.version} was loaded: it was restarted, or is shared"
         if paused or (await self.link.get("/ready", self._timing.reply)).ok:
             return ""
         health = await self.link.get("/health", self._timing.reply)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.errors import UsageError
 from pipeline.types import Policy
 from producers.engines.base import Request
 
 APPLIED = "Weights were updated, but the cache was not flushed"
 "In a 400: the new weights are in, and the flush is still to be done."
+
+GREEDY = 1e-6
+"Below this temperature SGLang takes the likeliest token, and says what it would have had at temperature 1."
 
 Body = dict[str, Any]
 
@@ -19,8 +23,11 @@ def generate(request: Request, limit: int, rid: str) -> Body:
     All that could make the distribution another one than the trainer's is sent as neutral, whatever the server's own
     defaults are. Log-probabilities are then of the distribution that was sampled from: after temperature, and there is
     no top-p or top-k. The server heeds `sampling_seed` when started with --enable-deterministic-inference.
+    UsageError for a temperature at which the server would not sample.
     """
     sampling = request.sampling
+    if sampling.temperature < GREEDY:
+        raise UsageError(f"--rollout-temperature {sampling.temperature}: SGLang does not sample below {GREEDY}")
     return {
         "rid": rid,
         "input_ids": request.tokens.tolist(),
