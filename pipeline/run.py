@@ -79,6 +79,8 @@ class Supervisor:
     server: EmbeddedServer | None
     interrupts: int = 0
     redis_restarts: int = 0
+    trouble: str = ""
+    "what a process said that ended with an error"
 
     def run(self) -> int:
         write_config(self.config, self.folder)
@@ -93,6 +95,7 @@ class Supervisor:
                 child.start()
             with Progress(self.config.num_rollout) as self.progress:
                 code = self._watch()
+            sys.stderr.write(self.trouble)
         finally:
             end(self.children, lambda: 0.0 if self.interrupts > 1 else GRACE)
         self._summary(code)
@@ -156,7 +159,7 @@ class Supervisor:
         worker = next((c for c in self.children if c is not self.trainer and (c.poll() or 0) > 0), child)
         code = worker.poll() or code
         head = "" if code == UsageError.exit_code else f"millpond: {worker.name} ended with an error:\n"
-        sys.stderr.write(f"{head}{worker.last_words()}\n")
+        self.trouble = f"{head}{worker.last_words()}\n"
         return code
 
     def _restart(self, child: Child) -> None:

@@ -114,6 +114,7 @@ def reward(x):
         assert audited(stage, tmp_path / "run")["committed"] >= 4
     assert 'mine.py", line 4, in reward' in said
     assert "KeyError: 'what I meant'" in said
+    assert said.rindex("reward 1.000") < said.index("Traceback")
 
 
 def test_restarts_are_bounded(tmp_path: Path) -> None:
