@@ -157,8 +157,8 @@ class Parts(Stage):
     def feeder(self, *more: object) -> Started:
         return self._part("feed", "--prompt-data", self.data, *more)
 
-    def generator(self, *more: object) -> Started:
-        return self._part("generate", "--engine", "echo", "--rm-type", "random", *PACE, *more)
+    def generator(self, reward: str = "random") -> Started:
+        return self._part("generate", "--engine", "echo", "--rm-type", reward, *PACE)
 
     def trainer(self, *more: object) -> Started:
         return self._part("train", "--train-backend", "echo", "--rm-type", "random", *SMALL, *more)

