@@ -55,7 +55,7 @@ class HFTokenizer:
             raise UsageError(f"--hf-checkpoint {path}: no such folder")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError) as error:  # ImportError: it needs a package such as sentencepiece
             raise UsageError(f"--hf-checkpoint {path}: no usable tokenizer there: {error}") from error
         self._path, self._lock = path, Lock()
         self.stop_token_ids = _stop_token_ids(path, self._tokenizer.eos_token_id)

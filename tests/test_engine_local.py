@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from pathlib import Path
 
 import numpy as np
@@ -189,10 +190,11 @@ def in_place_logits(before: torch.nn.Module, after: torch.nn.Module, each: Reque
     from transformers import DynamicCache
 
     tokens, swap = sequence(each, done), len(each.tokens) + done.versions[0].end - 1
-    cache = DynamicCache()
-    logits = [before(input_ids=tokens[:, :swap], cache=cache, use_cache=True).logits[0]]
+    name = "cache" if "cache" in inspect.signature(before.forward).parameters else "past_key_values"
+    cached = {name: DynamicCache(), "use_cache": True}
+    logits = [before(input_ids=tokens[:, :swap], **cached).logits[0]]
     logits += [
-        after(input_ids=tokens[:, i : i + 1], position_ids=torch.tensor([[i]]), cache=cache, use_cache=True).logits[0]
+        after(input_ids=tokens[:, i : i + 1], position_ids=torch.tensor([[i]]), **cached).logits[0]
         for i in range(swap, tokens.shape[1] - 1)
     ]
     return torch.cat(logits)[len(each.tokens) - 1 :]

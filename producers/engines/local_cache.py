@@ -58,8 +58,10 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
             return key_states, value_states
         return self.keys[a:b, :, window.low : end], self.values[a:b, :, window.low : end]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Older transformers give the positions of the queries instead of their number."""
+        queries = len(query_length) if isinstance(query_length, Tensor) else query_length
+        return self.get_seq_length() + queries, 0
 
     def get_seq_length(self) -> int:
         return self.slots.window.high - self.slots.window.low
