@@ -266,7 +266,7 @@ def test_a_starved_run_ends_as_failed_and_keeps_what_it_trained(real: Rig, tmp_p
     with crew(real, quick), pytest.raises(Starved, match="0 prompts waiting"):
         train(real, tmp_path, save_interval=50, starve_timeout=0.5)
     assert status(real)[0] == "failed"
-    assert holds(real) == {"committed": 4, "waiting": 1}
+    assert holds(real)["committed"] == 4
 
 
 # -- the whole way round
