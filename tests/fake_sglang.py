@@ -14,8 +14,8 @@ import asyncio
 import json
 import sys
 import threading
-from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -74,6 +74,8 @@ class FakeSGLang:
         "(path, body) of all requests"
         self.violations: list[str] = []
         self.orders: dict[str, deque[str | Spoil]] = defaultdict(deque)
+        self.poison: Counter[int] = Counter()
+        "sampling seed -> so often more its request is answered 500"
         self.hold_at: int | None = None
         "no request gets more tokens than this until it is raised (`release`)"
         self.places = 1 << 30
@@ -125,7 +127,7 @@ class FakeSGLang:
 
     async def release(self) -> None:
         self.hold_at = None
-        await self._move()
+        await self.move()
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Returns when it holds; fails after 10 seconds."""
@@ -144,7 +146,7 @@ class FakeSGLang:
 
     async def start(self) -> Self:
         """On a free port; after a `stop`, on the one it had."""
-        app = web.Application(middlewares=[self._meet])
+        app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01, access_log=None)
         await self._runner.setup()
@@ -168,8 +170,7 @@ class FakeSGLang:
 
     # -- requests
 
-    @web.middleware
-    async def _meet(self, request: web.Request, handler: Callable[..., Awaitable[web.StreamResponse]]) -> Any:
+    async def _answer(self, request: web.Request) -> web.Response:
         body = await request.json() if request.can_read_body else None
         self.heard.append((request.path, body))
         key = request.headers.get("Authorization") == f"Bearer {self.key}" or request.path.startswith(OPEN_PATHS)
@@ -181,8 +182,7 @@ class FakeSGLang:
         orders = self.orders[request.path]
         if orders and isinstance(orders[0], str):
             return await self._misbehave(request, str(orders.popleft()))
-        request["body"] = body
-        return await handler(request)
+        return await getattr(self, request.path.strip("/").replace("/", "_"))(body)
 
     async def _misbehave(self, request: web.Request, what: str) -> web.Response:
         if what == "crash":
@@ -196,10 +196,7 @@ class FakeSGLang:
             return web.Response()
         return web.json_response({"error": {"message": f"ordered {what}"}}, status=int(what))
 
-    async def _answer(self, request: web.Request) -> web.Response:
-        return await getattr(self, request.path.strip("/").replace("/", "_"))(request.get("body"))
-
-    async def _move(self) -> None:
+    async def move(self) -> None:
         async with self.moved:
             self.moved.notify_all()
 
@@ -215,6 +212,9 @@ class FakeSGLang:
             return _error("Requested token count exceeds the model's maximum context length")
         if not all(0 <= token < self.vocab for token in ids):
             return await self._misbehave(None, "crash")  # type: ignore[arg-type]  # as the real one does
+        if self.poison[sampling["sampling_seed"]]:
+            self.poison[sampling["sampling_seed"]] -= 1
+            return web.json_response({"error": {"message": "poisoned"}}, status=500)
         flight = self.flights[rid] = Flight(rid, ids, sampling)
         try:
             finish = await self._sample(flight)
@@ -223,7 +223,7 @@ class FakeSGLang:
             raise
         finally:
             self.flights.pop(rid, None)
-            await self._move()
+            await self.move()
         reply = self._reply(flight, finish)
         orders = self.orders["/generate"]
         spoil = orders.popleft() if orders else None
@@ -241,7 +241,7 @@ class FakeSGLang:
             flight.tokens.append(int(rng.integers(self.vocab)))
             flight.logprobs.append(-float(rng.exponential()))
             flight.labels.append(self.stamp)
-            await self._move()
+            await self.move()
             if flight.tokens[-1] in stops:
                 return {"type": "stop", "matched": flight.tokens[-1]}
             await asyncio.sleep(self.pace)
@@ -273,7 +273,7 @@ class FakeSGLang:
         if rid in self.flights or body.get("abort_all"):
             for flight in list(self.flights.values()):
                 flight.aborted |= body.get("abort_all", False) or flight.rid.startswith(rid)
-        await self._move()
+        await self.move()
         return web.Response()
 
     # -- health and information
@@ -304,12 +304,12 @@ class FakeSGLang:
                 flight.aborted = True
             elif self.mode == "retract" and flight.running:
                 flight.running, flight.retractions = False, flight.retractions + 1
-        await self._move()
+        await self.move()
         return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, _: Reply) -> web.Response:
         self.mode = None
-        await self._move()
+        await self.move()
         return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def update_weights_from_disk(self, body: Reply) -> web.Response:
@@ -319,7 +319,7 @@ class FakeSGLang:
         async with self.moved:
             await self.moved.wait_for(lambda: self.mode or not any(f.running for f in self.flights.values()))
         self.updating = False
-        await self._move()
+        await self.move()
         if not (body["model_path"] in self.weighs or _weights_in(body["model_path"])):
             return _failed(f"Failed to get weights iterator: {body['model_path']} has no weights.")
         self.weights = body["model_path"]

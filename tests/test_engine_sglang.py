@@ -465,6 +465,26 @@ def test_requests_survive_an_update_and_keep_both_versions(mode: str, flush: boo
     asyncio.run(main())
 
 
+def test_no_request_is_lost_over_20_updates_with_64_in_flight(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with one(tmp_path) as (engine, fake):
+            fake.weighs |= {f"w{version}" for version in range(10, 30)}
+            fake.hold_at = 1
+            tasks = start(engine, 64, limit=42)
+            for version in range(2, 22):
+                await fake.tokens_out(fake.hold_at, requests=64)
+                await engine.load(policy(version))
+                fake.hold_at += 2
+                await fake.move()
+            await fake.release()
+            for done in await asyncio.gather(*tasks):
+                assert (done.finish, len(done.tokens)) == ("length", 42)
+                assert [span.version for span in done.versions] == [*range(1, 22)]
+            assert "/abort_request" not in fake.calls
+
+    asyncio.run(main())
+
+
 def test_requests_that_come_during_an_update_wait_for_it(tmp_path: Path) -> None:
     async def main() -> None:
         async with one(tmp_path) as (engine, fake):
