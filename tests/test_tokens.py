@@ -13,9 +13,7 @@ import pytest
 from pipeline.errors import RequestRefused, UsageError
 from producers.tokens import ByteTokenizer, HFTokenizer
 
-CHAT = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
+CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}#{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 HELLO = [{"role": "user", "content": "hi"}]
 
 
@@ -58,8 +56,8 @@ def test_plain_text_gets_what_the_tokenizer_adds_and_no_more(tmp_path: Path) -> 
 def test_a_template_decides_alone_about_the_begin_token(tmp_path: Path) -> None:
     names_it = HFTokenizer(make(tmp_path / "a", bos=True, template="{{ bos_token }}" + CHAT))
     leaves_it = HFTokenizer(make(tmp_path / "b", bos=True, template=CHAT))
-    assert names_it.encode(HELLO, chat_template=True).tolist() == [3, *ids("<user>hi<a>")]
-    assert leaves_it.encode(HELLO, chat_template=True).tolist() == ids("<user>hi<a>")
+    assert names_it.encode(HELLO, chat_template=True).tolist() == [3, *ids("<user>hi#<a>")]
+    assert leaves_it.encode(HELLO, chat_template=True).tolist() == ids("<user>hi#<a>")
 
 
 def test_text_under_a_template_is_one_user_turn(tmp_path: Path) -> None:
@@ -70,7 +68,7 @@ def test_text_under_a_template_is_one_user_turn(tmp_path: Path) -> None:
 def test_an_assistants_last_turn_is_continued(tmp_path: Path) -> None:
     tokenizer = HFTokenizer(make(tmp_path, template=CHAT))
     turns = [*HELLO, {"role": "assistant", "content": "well"}]
-    assert tokenizer.encode(turns, chat_template=True).tolist() == ids("<user>hi<assistant>well")
+    assert tokenizer.encode(turns, chat_template=True).tolist() == ids("<user>hi#<assistant>well")
 
 
 def test_a_tokenizer_without_template_refuses_to_render(tmp_path: Path) -> None:
