@@ -13,7 +13,8 @@ import pytest
 from pipeline.errors import RequestRefused, UsageError
 from producers.tokens import ByteTokenizer, HFTokenizer
 
-CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}#{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+TURN = "<{{ m['role'] }}>{{ m['content'] }}#"
+CHAT = "{% for m in messages %}" + TURN + "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 HELLO = [{"role": "user", "content": "hi"}]
 
 
