@@ -15,7 +15,7 @@ from pathlib import Path
 from consumers.drain import Batch, Drain
 from consumers.staleness import Limit
 from pipeline.config import TrainConfig
-from pipeline.errors import Starved, Stopped, WorkerFailed
+from pipeline.errors import GroupError, Starved, Stopped, WorkerFailed
 from pipeline.fenced import TrainerBroker
 from pipeline.types import Policy
 from trainer import checkpoint, weights
@@ -49,7 +49,7 @@ class Loop:
         self.broker.renew(status="running", why="")
         try:
             why = self._steps()
-        except (Stopped, WorkerFailed, Starved) as error:
+        except (Stopped, WorkerFailed, Starved, GroupError) as error:
             self.save()
             self.broker.finish("draining" if isinstance(error, Stopped) else "failed", str(error)[:500])
             raise
@@ -93,14 +93,14 @@ class Loop:
         weights.clean(root, {version, version - 1} | self.broker.worker_versions())
 
     def save(self) -> None:
-        """A checkpoint if there is anything new, then the commit of what it contains. What it contains is published
+        """A checkpoint if there is anything new, then the commit of what it contains. What was trained is published
         first: a commit must not open room that a publication has not."""
-        if self.config.save_interval == 0 or self.saved == self.now.step:
-            return
         book = self.broker.ledger
         self.drain.release()
         if book.taken:
             self.publish(self.now.version + 1)
+        if self.config.save_interval == 0 or self.saved == self.now.step:
+            return
         ledger = checkpoint.ledger_of(self.broker.standing(), book)
         root = self.folder / "checkpoints"
         now = self.now

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.config import TrainConfig
 from pipeline.errors import RunExists, Stopped, UsageError
@@ -67,6 +69,13 @@ def _refuse(config: TrainConfig, broker: TrainerBroker, folder: Path, known: boo
         )
     if config.resume and not known and not folder.is_dir():
         raise UsageError(f"--resume: there is no run {run}, neither in this Redis nor in {folder}")
+    text: Any = broker.patiently(lambda: broker.client.get(broker.keys["config"]))
+    before = json.loads(text)["n_samples_per_prompt"] if text else config.n_samples_per_prompt
+    if before != config.n_samples_per_prompt:
+        raise UsageError(
+            f"--resume with --n-samples-per-prompt {config.n_samples_per_prompt}: the groups that run {run} has "
+            f"waiting and in the making have {before} samples; give the same, or another --run"
+        )
 
 
 def _load(config: TrainConfig, folder: Path) -> checkpoint.Checkpoint | None:
