@@ -184,6 +184,14 @@ def test_a_resume_of_nothing_is_refused(real: Rig, tmp_path: Path) -> None:
     assert not real.raw.exists(real.keys["state"])
 
 
+def test_a_resume_with_groups_of_another_size_is_refused_before_anything_is_touched(real: Rig, tmp_path: Path) -> None:
+    real.trainer()
+    before = real.dump()
+    with pytest.raises(UsageError, match=r"--n-samples-per-prompt 3: the groups that run .* have 2 samples"):
+        loop_of(real, tmp_path, resume=True, take_over=True, n_samples_per_prompt=3)
+    assert real.dump() == before
+
+
 def test_a_living_trainer_is_not_replaced_unasked(real: Rig, tmp_path: Path) -> None:
     first = real.trainer()
     with pytest.raises(UsageError, match=r"has a trainer: trainer, seen \d+ s ago; --wait waits .* --take-over"):

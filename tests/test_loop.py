@@ -13,7 +13,7 @@ from make import crew, feed, feeding, loop_of, metrics, run, train
 from rig import Rig
 
 from pipeline.audit import audit
-from pipeline.errors import Starved, Stopped, WorkerFailed
+from pipeline.errors import GroupError, Starved, Stopped, WorkerFailed
 from pipeline.fenced import TrainerBroker
 from pipeline.types import Group
 from producers.engines.echo import EchoEngine
@@ -141,6 +141,14 @@ def test_without_checkpoints_groups_are_committed_when_they_are_published(real: 
     holds(real)
 
 
+def test_what_no_publication_contains_at_the_end_is_published_and_committed(real: Rig, tmp_path: Path) -> None:
+    feed(real, 40)
+    with crew(real, quick):
+        loop = train(real, tmp_path, num_rollout=3, update_weights_interval=2, save_interval=0)
+    assert loop.now.version == 3
+    assert holds(real)["committed"] == 6
+
+
 def test_old_weights_are_deleted_but_for_those_that_workers_use(real: Rig, tmp_path: Path) -> None:
     feed(real, 40)
     with crew(real, quick):
@@ -259,6 +267,19 @@ def test_a_failed_worker_ends_the_run_with_its_error_after_what_was_trained_is_s
     assert kind == "failed"
     assert why.startswith("worker w7 failed: KeyError: 'x'")
     assert holds(real)["committed"] == 6
+
+
+def test_a_group_of_the_wrong_size_ends_the_run_after_what_was_trained_is_saved(real: Rig, tmp_path: Path) -> None:
+    def three(groups: Sequence[Group]) -> list[Group]:
+        raise GroupError("prompt 7: 3 samples")
+
+    feed(real, 40)
+    loop = loop_of(real, tmp_path, save_interval=50)
+    loop.backend = Watched(at_2=lambda: setattr(loop.drain, "sample_filter", three))
+    with crew(real, quick), pytest.raises(GroupError):
+        run(loop)
+    assert saved(tmp_path) == [3]
+    assert status(real) == ("failed", "prompt 7: 3 samples")
 
 
 def test_a_starved_run_ends_as_failed_and_keeps_what_it_trained(real: Rig, tmp_path: Path) -> None:
