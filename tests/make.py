@@ -86,7 +86,7 @@ def queue(rig: Rig, worker: WorkerBroker, *versions: int | None, **how: Any) -> 
     return leases
 
 
-ABORT = {"status": ABORTED}
+ABORT: dict[str, Any] = {"status": ABORTED}
 
 
 def drain_of(trainer: TrainerBroker, size: int = 2, **changes: Any) -> Drain:

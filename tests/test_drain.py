@@ -10,6 +10,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from make import ABORT, drain_of, feed, group, push, queue, record
@@ -228,13 +229,13 @@ def test_a_prompt_that_is_always_stale_is_dead_at_the_bound_with_its_reason(real
 
 @pytest.mark.parametrize(("versions", "how", "reason"), [([1, 2], {}, "stale"), ([2, 2], ABORT, "aborted")])
 def test_the_drop_handler_ends_what_may_not_be_trained_on_under_its_reason(
-    real: Rig, versions: list[int], how: dict[str, str], reason: str
+    real: Rig, versions: list[int], how: dict[str, Any], reason: str
 ) -> None:
     trainer, worker = real.trainer(), real.worker()
     feed(real, 2)
     trainer.publish(policy(2), [])
     bad, good = real.lease(worker, 2)
-    push(real, worker, bad, versions[0], **how)  # type: ignore[arg-type]
+    push(real, worker, bad, versions[0], **how)
     push(real, worker, good, versions[1])
     batch = drain_of(trainer, 1, handler="drop").batch(Limit(2, (), 0))
     assert ids(batch) == [1]

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
 import random
+import signal
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -22,6 +27,7 @@ from pipeline.config import GenerateConfig
 from pipeline.errors import EngineDown, EngineError, RequestRefused, RewardError, UsageError, WeightsError, WorkerFailed
 from pipeline.join import Place
 from pipeline.leases import Pulse
+from pipeline.pulse import STUCK, TrainerPulse, WorkerPulse
 from pipeline.scripts import load
 from pipeline.types import Group, Policy
 from producers import cli
@@ -429,7 +435,7 @@ def test_in_lock_step_no_group_is_born_stale_however_slow_the_engine_loads(real:
 
     real.do(go())
     assert real.counter("committed") == 45
-    assert [name for name in real.raw.hkeys(real.keys["counters"]) if name.startswith(b"strikes")] == []
+    assert not [name for name in trainer.counters() if name.startswith("strikes")]
 
 
 def test_a_request_that_spans_an_update_keeps_both_versions(real: Rig) -> None:
@@ -590,6 +596,23 @@ def test_a_halted_generator_hands_everything_back_without_strikes(real: Rig, at:
     assert set(retries(real).values()) <= {(2, 0)}
     assert len(retries(real)) == {"full": 3, "idle": 0}.get(at, 4)
     assert sound(real)
+
+
+def test_sigterm_hands_everything_back_and_the_worker_ends_with_0(real: Rig) -> None:
+    real.trainer(code={"custom_rm_path": digest(f"{__name__}.reward_with_a_bug")})
+    feed(real, 2)
+
+    async def go() -> None:
+        await until(lambda: leased(real) == 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(asyncio.run, go())
+        assert generate(real, "reward_with_a_bug", echo_latency="1000") == 0
+        sent.result()
+    assert retries(real) == {0: (2, 0), 1: (2, 0)}
+    assert gone(real)
+    assert not real.raw.exists(real.keys["alarm"], real.keys["errors"])
 
 
 def test_a_halt_before_the_run_is_a_halt(real: Rig) -> None:
@@ -874,3 +897,61 @@ def test_a_worker_with_other_rewards_than_the_run_says_so_and_takes_no_prompts(r
         generate(real, "reward_with_a_bug")
     assert leased(real) == 0
     assert not real.raw.exists(real.keys["alarm"], real.keys["errors"])
+
+
+# -- signs of life
+
+
+def pulse_of(rig: Rig, heard: list[Pulse], turned: float) -> WorkerPulse:
+    return WorkerPulse(rig.url, rig.keys, "w1", lambda: ({"version": 7}, 3, turned), heard.append)
+
+
+def test_a_heartbeat_tells_what_the_worker_has_and_brings_status_and_version(real: Rig) -> None:
+    real.trainer()
+    real.worker()
+    real.silence("w1")
+    heard: list[Pulse] = []
+    pulse = pulse_of(real, heard, time.monotonic())
+    pulse.beat()
+    pulse.broker.close()
+    assert heard == [Pulse(True, "running", False, 1)]
+    assert json.loads(real.raw.hget(real.keys["workers:info"], "w1") or "") == {"version": 7}
+    assert real.raw.hget(real.keys["workers:spare"], "w1") == b"3"
+    assert real.reap() == []
+
+
+def test_a_worker_whose_event_loop_hangs_gives_no_sign_of_life(real: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    real.trainer()
+    real.worker()
+    real.silence("w1")
+    heard: list[Pulse] = []
+    pulse = pulse_of(real, heard, time.monotonic() - STUCK - 1)
+    pulse.beat()
+    pulse.broker.close()
+    assert heard == []
+    assert "the event loop has not turned for 61 s: no heartbeat" in caplog.text
+    assert real.reap() == ["w1"]
+
+
+def test_a_worker_that_was_declared_dead_hears_so(real: Rig) -> None:
+    real.trainer()
+    heard: list[Pulse] = []
+    pulse = pulse_of(real, heard, time.monotonic())
+    pulse.beat()
+    pulse.broker.close()
+    assert [p.known for p in heard] == [False]
+    assert not real.raw.exists(real.keys["workers"])
+
+
+def test_the_trainers_sign_of_life_keeps_others_away_and_that_of_a_zombie_does_not(real: Rig) -> None:
+    old = real.trainer()
+    beats = TrainerPulse(real.url, old)
+    real.raw.hset(real.keys["state"], "trainer_seen", 0)
+    beats.beat()
+    with pytest.raises(UsageError, match="has a trainer: trainer, seen 0 s ago"):
+        real.new_trainer().takeover("other")
+    real.trainer()
+    real.raw.hset(real.keys["state"], "trainer_seen", 0)
+    beats.beat()
+    beats.broker.close()
+    assert real.raw.hget(real.keys["state"], "trainer_seen") == b"0"

@@ -138,7 +138,7 @@ def test_no_more_requests_than_slots_are_in_the_engine() -> None:
         for count in range(2, 6):
             assert len(engine.held) == 2
             engine.end(7, engine.sent[count - 2][1])
-            await until(lambda count=count: len(engine.sent) == min(5, count + 1))
+            await until(lambda count=count: len(engine.sent) == min(5, count + 1))  # type: ignore[misc]
         engine.end(7)
         await task
 
