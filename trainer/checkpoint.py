@@ -4,6 +4,7 @@ checkpoints/00000020/   after 20 steps
     state.json          step, version, lineage, epoch, cursor
     committed.bits      one bit a prompt that the weights were trained on, and `dropped.bits`, `dead.bits`
     model/              what the backend saves
+checkpoints/00000040.given-up/   of a branch that was given up by going back to an older one
 """
 
 from __future__ import annotations
