@@ -563,6 +563,26 @@ def test_a_version_whose_announcement_was_missed_is_loaded_when_a_heartbeat_tell
     real.do(go())
 
 
+def test_a_version_published_while_the_subscription_is_broken_is_loaded_all_the_same(real: Rig) -> None:
+    trainer = real.trainer()
+    feed(real, 1)
+
+    async def go() -> None:
+        engine = Hand()
+        async with at_work(real, engine, concurrency=2):
+            await until(lambda: len(engine.held) == 2)
+            before = dict(engine.held)
+            ids = [client["id"] for client in real.raw.client_list("pubsub") if real.keys.run in client["name"]]
+            for id in ids:
+                real.raw.client_kill_filter(_id=id)
+            trainer.publish(policy(2), [])
+            await until(lambda: engine.version == 2)
+            assert engine.held == before
+            assert len(ids) == 1
+
+    real.do(go())
+
+
 # -- stopping
 
 
