@@ -75,9 +75,9 @@ class Loop:
         self.now = replace(self.now, step=self.now.step + 1)
         if self.now.step % self.config.update_weights_interval == 0:
             self.publish(self.now.version + 1)
+        self.report.step(self.now, batch, figures, trained)  # first: what a checkpoint contains must have its line
         if self.config.save_interval and self.now.step % self.config.save_interval == 0:
             self.save()
-        self.report.step(self.now, batch, figures, trained)
 
     def publish(self, version: int) -> None:
         """Write aside, rename, then announce. Room opens for what these weights were trained on."""
