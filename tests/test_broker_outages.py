@@ -14,7 +14,7 @@ from redis.exceptions import AuthenticationError
 from rig import Rig, agreed, bits, ids, message, policy, records
 
 from pipeline.connect import passing
-from pipeline.errors import RedisDown
+from pipeline.errors import RedisDown, Stopped
 from pipeline.ledger import Ledger
 from pipeline.server import EmbeddedServer
 
@@ -278,6 +278,19 @@ def test_an_outage_that_outlasts_patience_says_so(server: EmbeddedServer, own: R
     with pytest.raises(RedisDown, match="--redis-patience"):
         trainer.renew()
     with pytest.raises(RedisDown, match="--redis-patience"):
+        own.do(worker.heartbeat({}, 0))
+    server.start()
+
+
+def test_who_is_told_to_stop_does_not_wait_for_redis(server: EmbeddedServer, own: Rig) -> None:
+    trainer, worker = own.trainer(), own.worker()
+    server.kill()
+    for broker in (trainer, worker):
+        broker.patience = 300
+        broker.stop.set()
+    with pytest.raises(Stopped, match="while Redis was away"):
+        trainer.renew()
+    with pytest.raises(Stopped, match="while Redis was away"):
         own.do(worker.heartbeat({}, 0))
     server.start()
 

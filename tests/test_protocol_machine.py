@@ -62,6 +62,7 @@ class Protocol(RuleBasedStateMachine):
         super().__init__()
         self.server = server
         self.rig = Rig(server.url)
+        self.valkey = self.rig.raw.info("server").get("server_name") == "valkey"
         self.broken = True
         self.behind = False
         "Redis came back older, and the trainer has not spoken to it yet"
@@ -447,6 +448,8 @@ class Protocol(RuleBasedStateMachine):
     def redis_is_killed_and_forgets(self, back: int, torn: int) -> None:
         """It comes back as it was some steps ago, perhaps with half a command at the end."""
         self.begin()
+        if not self.valkey:  # Redis leaves a transaction without its EXEC in the log, and does it at the next start
+            torn = 0
         at = max(0, len(self.marks) - 1 - back)
         crash(self.server, max(self.marks[at] - torn, self.marks[0]))
         del self.marks[at + 1 :]
@@ -516,7 +519,7 @@ def play(tmp: Any, examples: int, steps: int, derandomize: bool) -> None:
 
 
 def test_any_interleaving_keeps_every_prompt_in_one_place_and_trains_it_once(tmp_path: Any) -> None:
-    play(tmp_path, 25, 40, derandomize=True)
+    play(tmp_path, 40, 40, derandomize=True)
 
 
 @pytest.mark.slow
