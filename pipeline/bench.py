@@ -1,0 +1,86 @@
+"""`millpond bench [codec|broker|overlap|engine|all]`: what it costs, on this machine.
+
+Everything is compared with something else in the same run: other machines and other days give other microseconds, and
+much the same ratios. `docs/benchmarks.md` says what each figure means.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any
+
+from pipeline import code, show
+from pipeline.config import Section, option
+from pipeline.errors import UsageError
+from pipeline.flags import parse
+from pipeline.measure import Figure
+from pipeline.options import closest
+
+PROG = "millpond bench [codec|broker|overlap|engine|all]"
+BENCHES = {
+    "codec": "pipeline.bench_codec.measure",
+    "broker": "pipeline.bench_broker.measure",
+    "overlap": "pipeline.bench_overlap.measure",
+    "engine": "pipeline.bench.engine",
+}
+"name -> (quick) -> figures"
+
+
+class BenchConfig(Section):
+    """Measures codec, broker, overlap and engine on this machine, without a network. Takes some minutes."""
+
+    json_: bool = option(False, "one JSON document instead of tables")
+    quick: bool = option(False, "tiny sizes: whether it runs, not how fast")
+
+
+def main(argv: list[str]) -> int:
+    """Exit code 0 whether aims are reached or not: they are for people to read."""
+    config = parse(BenchConfig, [word for word in argv if word.startswith("-")], os.environ, PROG)
+    names = _names([word for word in argv if not word.startswith("-")])
+    found: dict[str, list[Figure]] = {}
+    for name in names:
+        measure: Callable[[bool], Iterator[Figure]] = code.load(BENCHES[name], "millpond bench")
+        found[name] = list(measure(config.quick))
+        if not config.json_:
+            _table(name, found[name])
+    if config.json_:
+        figures = {name: {f.name: f.document() for f in found[name]} for name in names}
+        show.document({"machine": _machine(), "quick": config.quick, **figures})
+    return 0
+
+
+def _names(words: list[str]) -> list[str]:
+    for word in words:
+        if word not in BENCHES and word != "all":
+            raise UsageError(f"there is no benchmark {word!r}{closest(word, [*BENCHES, 'all'], PROG)}")
+    return list(BENCHES) if not words or "all" in words else list(dict.fromkeys(words))
+
+
+def engine(quick: bool) -> Iterator[Figure]:
+    """The local sampler beside transformers' `generate`: same model, same prompts, same numbers of tokens."""
+    compare = code.load("producers.engines.bench.compare", "millpond bench")
+    for name, uneven, aim in (("even", False, 1.3), ("uneven", True, 2.0)):
+        found: dict[str, float] = compare(4 if quick else 32, uneven, 1 if quick else 5)
+        yield Figure(f"local_{name}", found["local_tokens_per_s"], "tokens/s")
+        yield Figure(f"generate_{name}", found["generate_tokens_per_s"], "tokens/s")
+        yield Figure(f"local_over_generate_{name}", found["ratio"], "x", at_least=aim)
+
+
+def _table(name: str, figures: list[Figure]) -> None:
+    rows = [(f.name, f"{f.value:.4g}", f.unit, f.aim, {None: "", True: "yes", False: "NO"}[f.met]) for f in figures]
+    show.line()
+    show.table((name, "value", "unit", "aim", "reached"), rows)
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "system": platform.platform(terse=True),
+        "machine": platform.machine(),
+        "processors": os.cpu_count(),
+        "python": platform.python_version(),
+        "redis-py": metadata.version("redis"),
+        "numpy": metadata.version("numpy"),
+    }
