@@ -23,7 +23,19 @@ from producers.engines.sglang_pool import Servers
 from producers.engines.sglang_timing import Timing
 
 VOCABULARY, CONTEXT = 48, 64
-QUICK = Timing(start=5, look=0.03, reply=5, first=5, update=5, flushes=3, between=0.01, again=(0.01, 0.02), grace=0.5)
+QUICK = Timing(
+    start=5,
+    look=0.03,
+    sure=0.01,
+    away=0.02,
+    reply=5,
+    first=5,
+    update=5,
+    flushes=3,
+    between=0.01,
+    again=(0.01, 0.02),
+    grace=0.5,
+)
 HASTY = replace(QUICK, update=0.2)
 
 
@@ -700,7 +712,7 @@ def test_a_restarted_server_is_found_out_by_what_it_says_it_serves(tmp_path: Pat
     """Restarted between two looks: it answers with the base weights, whose label is not ours (BB-21)."""
 
     async def main() -> None:
-        async with one(tmp_path, timing=replace(QUICK, look=2)) as (engine, fake):
+        async with one(tmp_path, timing=replace(QUICK, look=60)) as (engine, fake):
             await fake.stop()
             await fake.start()
             assert (await engine.generate(request(limit=2))).versions == (Span(None, 0, 2),)
@@ -721,6 +733,19 @@ def test_a_load_with_no_server_there_counts_and_is_made_up_for(tmp_path: Path) -
             await fails(engine.generate(request()), EngineDown)
             await fake.start()
             await serves(engine, fake, 5)
+
+    asyncio.run(main())
+
+
+def test_a_request_waits_a_while_for_a_server_to_come_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with one(tmp_path, timing=replace(QUICK, away=10)) as (engine, fake):
+            await fake.stop()
+            await until(lambda: not engine._pool.members[0].serving)  # type: ignore[union-attr]
+            tasks = start(engine, 3)
+            await asyncio.sleep(0.1)
+            await fake.start()
+            assert {done.versions for done in await asyncio.gather(*tasks)} == {(Span(1, 0, 20),)}
 
     asyncio.run(main())
 

@@ -133,7 +133,7 @@ class SGLangEngine:
             pause = next(pauses, None)
             if pause is None or not passing(reply):
                 raise failure
-            log.info("a request is sent again: %s", failure)
+            log.debug("a request is sent again: %s", failure)
             await asyncio.sleep(pause)
 
     async def _send(self, way: Way, flight: Flight) -> Reply:

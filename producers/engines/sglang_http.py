@@ -9,6 +9,7 @@ kept connection turns out dead; all that changes anything here is a POST, which 
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ CONNECT = 10.0
 "Seconds to get a connection."
 KEEP = 3.0
 "Seconds an idle connection is kept: less than the 5 after which SGLang's server closes it, maybe just as we send."
+PROBE = 30
+"Seconds of silence after which the kernel asks whether the other side is still there."
 NONE = 0
 "Status of a reply that did not come."
 
@@ -57,10 +60,21 @@ class Reply:
 def open_session(key: str | None) -> aiohttp.ClientSession:
     """For all servers of a pool. No proxies, cookies or redirects: a reply is the server's own."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP, socket_factory=_socket),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers={"Authorization": f"Bearer {key}"} if key else {},
     )
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Probed while idle: what stands between may drop a connection on which nothing is said for minutes."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE)
+    return made
 
 
 class Link:

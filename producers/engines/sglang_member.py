@@ -29,7 +29,10 @@ class Member:
 
     def __init__(self, link: Link, mode: str, timing: Timing, changed: Callable[[Member], None]) -> None:
         self.link = link
+        self.target: Policy | None = None
+        "what it is to serve"
         self.version: int | None = None
+        "what it serves; None when out of service"
         self.known: set[int] = set()
         "versions loaded since it entered service"
         self.context_length: int | None = None
@@ -100,12 +103,13 @@ class Member:
 
     # -- weights
 
-    async def load(self, policy: Policy, stay_paused: bool) -> None:
-        """In service with `policy` afterwards. WeightsError where it cannot load them, EngineDown where it is away;
+    async def load(self, stay_paused: bool) -> None:
+        """In service with `target` afterwards. WeightsError where it cannot load them, EngineDown where it is away;
         either way it is then out of service."""
         async with self.lock:
             await self.freed()
-            if self.serving and self.version == policy.version:
+            policy = self.target
+            if policy is None or self.version == policy.version:
                 return
             self.updating = True
             self._changed(self)

@@ -77,8 +77,6 @@ class Pool:
             self.ways = [Way(Link(session, servers.router), self.members, limit)]
         else:
             self.ways = [Way(m.link, [m], servers.concurrency) for m in self.members]
-        self.policy: Policy | None = None
-        "what all are to serve"
         self.context_length: int | None = None
         self.paused = False
         self._timing = timing
@@ -125,9 +123,15 @@ class Pool:
 
     @contextlib.asynccontextmanager
     async def way(self, flight: Flight, avoid: Way | None) -> AsyncIterator[Way]:
-        """The least loaded way, waited for while all are full, paused or loading. EngineDown where none is open."""
+        """The least loaded way, waited for while all are full, paused or loading. EngineDown where none is open, and
+        none opens in a while: a prompt that is handed back at once is leased again at once."""
+        end = asyncio.get_running_loop().time() + self._timing.away
         while (way := self._choose(avoid)) is None:
-            await self._stir.wait()
+            try:
+                async with asyncio.timeout_at(None if any(way.open for way in self.ways) else end):
+                    await self._stir.wait()
+            except TimeoutError:
+                raise EngineDown(f"no engine is in service: {self._whys()}") from None
         way.flights.add(flight)
         try:
             yield way
@@ -136,10 +140,7 @@ class Pool:
             self._wake()
 
     def _choose(self, avoid: Way | None) -> Way | None:
-        ways = [way for way in self.ways if way.open]
-        if not ways:
-            raise EngineDown(f"no engine is in service: {self._whys()}")
-        free = [way for way in ways if way.free and not self.paused]
+        free = [way for way in self.ways if way.open and way.free and not self.paused]
         return min(free, key=lambda way: (way is avoid, len(way.flights)), default=None)
 
     def _whys(self) -> str:
@@ -162,9 +163,10 @@ class Pool:
     async def load(self, policy: Policy) -> None:
         """All servers that answer, at once. WeightsError where they refuse the weights and none takes them. One that
         is away gets them when it is back."""
-        self.policy = policy
+        for member in self.members:
+            member.target = policy
         there = [m for m in self.members if m.greeted]
-        failures = await _all(m.load(policy, self.paused) for m in there)
+        failures = await _all(m.load(self.paused) for m in there)
         refusals = [error for error in failures if isinstance(error, WeightsError)]
         if refusals and len(failures) == len(there):
             raise refusals[0]
@@ -206,7 +208,7 @@ class Pool:
     async def _look(self, member: Member) -> None:
         """Twice, before it is taken out. What a look found while a load began counts for nothing."""
         version = member.version
-        for wait in (self._timing.look / 5, 0.0):
+        for wait in (self._timing.sure, 0.0):
             trouble = await member.trouble(self.paused)
             if not trouble or member.lock.locked() or member.version != version:
                 return
@@ -221,9 +223,8 @@ class Pool:
             except (EngineDown, UsageError) as error:
                 member.take_out(str(error))
                 return
-        if self.policy is not None:
-            with contextlib.suppress(EngineError, WeightsError):  # it has been taken out, and said why
-                await member.load(self.policy, self.paused)
+        with contextlib.suppress(EngineError, WeightsError):  # it has been taken out, and said why
+            await member.load(self.paused)
 
 
 async def _all(calls: Iterable[Awaitable[None]]) -> list[EngineError | WeightsError]:

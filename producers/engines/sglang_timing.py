@@ -23,6 +23,10 @@ class Timing:
     "tries to flush a cache, while requests leave it"
     between: float = 0.5
     "between them"
+    sure: float = 1.0
+    "before a second look at an engine that the first found wanting"
+    away: float = 10.0
+    "that a request waits where no engine is in service"
     again: tuple[float, ...] = (0.2, 1.0)
     "before each further try of a request that failed in passing"
     grace: float = 5.0
