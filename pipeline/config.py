@@ -98,8 +98,20 @@ class Async(Section):
 class Rewards(Section):
     """Rewards and filters"""
 
-    rm_type: str | None = option(None, "built-in reward: exact, positions, length, random")
+    rm_type: str | None = option(
+        None,
+        "built-in reward: math, gsm8k, deepscaler, dapo, gpqa, f1, ifeval, exact, positions, length, random, "
+        "reasoning_gym, remote_rm; several with weights: math:0.9,length:0.1; row: what each row names",
+    )
     custom_rm_path: str | None = option(None, "reward function, module.function; sync or async")
+    reward_key: str | None = option(None, "the reward's place in the map that a reward function gives")
+    rm_url: str | None = option(None, "remote_rm: where prompt, response and label are posted")
+    rm_timeout: PositiveFloat = option(
+        10.0, "seconds for one answer: of processor time where it is graded here, for one request to --rm-url"
+    )
+    rm_patience: PositiveFloat = option(600.0, "seconds an outage of --rm-url is sat out before an answer is unscored")
+    rm_workers: Positive = option(2, "grading processes of a generator")
+    rm_memory: Positive = option(512, "MiB that grading one answer may take")
     group_rm: bool = option(False, "the reward function scores a whole group at once")
     dynamic_sampling_filter_path: str | None = option(None, "keep or drop a group where it is made, module.function")
     rollout_sample_filter_path: str | None = option(None, "mark samples of the batch as removed, module.function")
