@@ -336,6 +336,15 @@ def test_a_wrong_key_is_refused_at_the_start_and_said_nowhere(tmp_path: Path, ca
     assert "wr0ng" not in said + caplog.text + repr(Servers(("http://a",), key="wr0ng"))
 
 
+def test_a_server_that_wants_another_key_for_control_is_refused_at_the_start(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with FakeSGLang() as fake:
+            fake.order("/continue_generation", "401")
+            assert "--engine-api-key" in await fails(entered(engine_of(tmp_path, fake)), UsageError)
+
+    asyncio.run(main())
+
+
 def test_the_right_key_opens_all(tmp_path: Path) -> None:
     async def main() -> None:
         async with FakeSGLang(key="right") as fake:
@@ -595,7 +604,7 @@ def test_one_server_that_cannot_load_leaves_the_others_serving(tmp_path: Path) -
             await until(lambda: b.label == "2")
             await until(lambda: all(m.serving for m in engine._pool.members))  # type: ignore[union-attr]
             await asyncio.gather(*start(engine, 6))
-            assert len([x for x in b.bodies("/generate") if x["rid"] != "0" * 32]) == 3
+            assert len([body for body in b.bodies("/generate") if body["input_ids"] != [0]]) == 3
 
     asyncio.run(main())
 

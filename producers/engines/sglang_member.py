@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Callable
 
 import numpy as np
@@ -72,21 +73,22 @@ class Member:
         for. UsageError where waiting will not help, EngineDown where it may."""
         self.greeted = False
         info = await self.link.get("/model_info", self._timing.reply)
-        if info.status in KEY_REFUSED:
-            raise UsageError(f"{self.url}: the key is refused (--engine-api-key): {info.text}")
+        self._admitted(info)
         if info.status == 404 or (info.ok and "weight_version" not in info.fields):
             raise UsageError(f"{self.url}: no /model_info with a weight_version; SGLang 0.5.6 or later is needed")
         self._expect(info)
         self.context_length = _window(await self.link.get("/v1/models", self._timing.reply))
         if window is not None and self.context_length is not None and self.context_length < window:
             raise UsageError(f"{self.url}: a context of {self.context_length} tokens, where the others have {window}")
-        self._expect(await self.link.post("/continue_generation", wire.resume(), self._timing.reply))
+        going_on = await self.link.post("/continue_generation", wire.resume(), self._timing.reply)
+        self._admitted(going_on)  # a server may want another key for this
+        self._expect(going_on)
         await self._try_out()
         self.greeted = True
 
     async def _try_out(self) -> None:
         """One token: a request it refuses would otherwise be refused for each prompt, and all would be dropped."""
-        request = Request("0" * 32, np.zeros(1, np.int32), Sampling(1, 1.0, ()), 0)
+        request = Request(uuid.uuid4().hex, np.zeros(1, np.int32), Sampling(1, 1.0, ()), 0)
         reply = await self.link.post("/generate", wire.generate(request, 1, request.rid), self._timing.first)
         try:
             if not reply.ok:
@@ -96,6 +98,10 @@ class Member:
             raise
         except EngineError as error:
             raise UsageError(f"{self.url}: a request is not answered as it should be: {error}") from error
+
+    def _admitted(self, reply: Reply) -> None:
+        if reply.status in KEY_REFUSED:
+            raise UsageError(f"{self.url}: the key is refused (--engine-api-key): {reply.text}")
 
     def _expect(self, reply: Reply) -> None:
         if not reply.ok:
