@@ -9,7 +9,7 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from pipeline.broker import Broker
-from pipeline.fenced import HEARTBEAT_LIMIT_MS
+from pipeline.fence import HEARTBEAT_LIMIT_MS
 from pipeline.keys import GROUP
 from pipeline.overview import Caps, Overview, Prompts, Queues, Trainer, Worker
 from pipeline.replies import policy_of

@@ -13,7 +13,6 @@ import socket
 import threading
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from redis.exceptions import NoScriptError, RedisError, ResponseError
@@ -21,9 +20,9 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from pipeline.config import Agreed
 from pipeline.connect import Outage, Seen, connect_async, passing
 from pipeline.keys import GROUP, Keys
-from pipeline.replies import policy_of
+from pipeline.replies import Lease, Leased, Pulse, flat_fields, lease_of, policy_of, pulse_of, version_of
 from pipeline.scripts import Arg, load
-from pipeline.types import Policy, Prompt
+from pipeline.types import Policy
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -32,61 +31,6 @@ T = TypeVar("T")
 def new_worker_id() -> str:
     """host-pid-uuid: new at each start of a process."""
     return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-
-
-@dataclass(frozen=True)
-class Lease:
-    """A prompt this worker holds until it pushes, drops or hands it back."""
-
-    prompt: Prompt
-    stream: str
-    "retry or fresh"
-    entry: str
-    "stream id: the lease's identity; a prompt that went round again has another"
-
-
-@dataclass(frozen=True)
-class Leased:
-    """Answer to `lease`."""
-
-    leases: list[Lease]
-    version: int | None
-    "current weight version, read at the same instant"
-    room: int
-    "groups that could still be leased"
-    why: str
-    "empty, or why there is nothing: status of the run, paused, reaped, ..."
-
-
-@dataclass(frozen=True)
-class Pulse:
-    """Answer to `heartbeat`."""
-
-    known: bool
-    "False: declared dead; what was held belongs to others now"
-    status: str
-    paused: bool
-    version: int | None
-
-
-def _fields(flat: Sequence[bytes]) -> dict[str, str]:
-    return {flat[i].decode(): flat[i + 1].decode() for i in range(0, len(flat), 2)}
-
-
-def _lease(stream: str, entry: bytes, fields: dict[str, str]) -> Lease:
-    prompt = Prompt(int(fields["id"]), int(fields["attempt"]), int(fields["strikes"]), fields["prompt"])
-    return Lease(prompt, stream, entry.decode())
-
-
-def _version(raw: bytes) -> int | None:
-    return int(raw) if raw.isdigit() else None
-
-
-def pulse_of(reply: list[bytes]) -> Pulse:
-    """From the reply of heartbeat.lua."""
-    if reply[0] == b"reaped":
-        return Pulse(False, "", False, None)
-    return Pulse(True, reply[1].decode(), bool(reply[2]), _version(reply[3]))
 
 
 class WorkerBroker:
@@ -185,8 +129,8 @@ class WorkerBroker:
             return Leased([], None, 0, "outage")
         if r[0] != b"ok":
             return Leased([], None, 0, r[0].decode() if len(r) == 1 else r[1].decode())
-        leases = [_lease(stream.decode(), entry, _fields(flat)) for stream, entry, flat in r[3]]
-        return Leased(leases, _version(r[1]), int(r[2]), "")
+        leases = [lease_of(stream.decode(), entry, flat_fields(flat)) for stream, entry, flat in r[3]]
+        return Leased(leases, version_of(r[1]), int(r[2]), "")
 
     async def mine(self) -> list[Lease]:
         """All that Redis says this worker holds."""
@@ -205,7 +149,7 @@ class WorkerBroker:
             entries = next(iter(reply.values()))[0] if isinstance(reply, dict) and reply else reply and reply[0][1]
             for entry, fields in entries or []:
                 if fields:
-                    found.append(_lease(stream, entry, {k.decode(): v.decode() for k, v in fields.items()}))
+                    found.append(lease_of(stream, entry, {k.decode(): v.decode() for k, v in fields.items()}))
                 else:
                     await self.client.xack(key, GROUP, entry)
         return found

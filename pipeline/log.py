@@ -53,7 +53,8 @@ class _Lines(logging.Formatter):
 
 
 def setup(role: str, folder: Path | None, level: int | str = logging.INFO, terminal: bool | None = None) -> None:
-    """Send all records to stderr (if `terminal`; by default unless a supervisor started this process) and to `folder`/logs/`role`.log, which only its owner may read.
+    """Send all records to stderr (if `terminal`; by default unless a supervisor started this process) and to
+    `folder`/logs/`role`.log, which only its owner may read.
 
     A second call takes the first one's place.
     """

@@ -16,7 +16,7 @@ from pipeline.broker import Broker
 from pipeline.connect import passing
 from pipeline.fenced import TrainerBroker
 from pipeline.keys import Keys
-from pipeline.leases import Pulse, pulse_of
+from pipeline.replies import Pulse, pulse_of
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pipeline import show
 from pipeline.broker import Broker
 from pipeline.config import option
 from pipeline.errors import UsageError
-from pipeline.fenced import HEARTBEAT_LIMIT_MS
+from pipeline.fence import HEARTBEAT_LIMIT_MS
 from pipeline.find import Found, Look, arguments, found
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pipeline.scripts import Arg
-from pipeline.types import Policy
+from pipeline.types import Policy, Prompt
 
 
 @dataclass(frozen=True)
@@ -117,3 +118,58 @@ def fields_of(policy: Policy) -> list[Arg]:
         ("restored_from", restored),
     )
     return [x for pair in values for x in pair]
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A prompt this worker holds until it pushes, drops or hands it back."""
+
+    prompt: Prompt
+    stream: str
+    "retry or fresh"
+    entry: str
+    "stream id: the lease's identity; a prompt that went round again has another"
+
+
+@dataclass(frozen=True)
+class Leased:
+    """Answer to `lease`."""
+
+    leases: list[Lease]
+    version: int | None
+    "current weight version, read at the same instant"
+    room: int
+    "groups that could still be leased"
+    why: str
+    "empty, or why there is nothing: status of the run, paused, reaped, ..."
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """Answer to `heartbeat`."""
+
+    known: bool
+    "False: declared dead; what was held belongs to others now"
+    status: str
+    paused: bool
+    version: int | None
+
+
+def flat_fields(flat: Sequence[bytes]) -> dict[str, str]:
+    return {flat[i].decode(): flat[i + 1].decode() for i in range(0, len(flat), 2)}
+
+
+def lease_of(stream: str, entry: bytes, fields: dict[str, str]) -> Lease:
+    prompt = Prompt(int(fields["id"]), int(fields["attempt"]), int(fields["strikes"]), fields["prompt"])
+    return Lease(prompt, stream, entry.decode())
+
+
+def version_of(raw: bytes) -> int | None:
+    return int(raw) if raw.isdigit() else None
+
+
+def pulse_of(reply: list[bytes]) -> Pulse:
+    """From the reply of heartbeat.lua."""
+    if reply[0] == b"reaped":
+        return Pulse(False, "", False, None)
+    return Pulse(True, reply[1].decode(), bool(reply[2]), version_of(reply[3]))

@@ -15,7 +15,7 @@ from pipeline import show
 from pipeline.config import PositiveFloat, option
 from pipeline.entries import oldest_lag
 from pipeline.errors import RedisDown
-from pipeline.fenced import HEARTBEAT_LIMIT_MS
+from pipeline.fence import HEARTBEAT_LIMIT_MS
 from pipeline.find import Found, Look, arguments, found, settings
 from pipeline.glance import look
 from pipeline.overview import Overview, Worker

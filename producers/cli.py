@@ -20,11 +20,12 @@ from pipeline.errors import MillpondError, RedisDown, Starved, Stopped, UsageErr
 from pipeline.flags import parse
 from pipeline.join import Place, join
 from pipeline.keys import Keys
-from pipeline.leases import Pulse, WorkerBroker, new_worker_id
+from pipeline.leases import WorkerBroker, new_worker_id
 from pipeline.log import setup
 from pipeline.modes import check
 from pipeline.options import flag
 from pipeline.pulse import WorkerPulse
+from pipeline.replies import Pulse
 from producers import engines, feeder, filters, rewards
 from producers.generator import Generator
 from producers.group import Maker

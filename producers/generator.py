@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.leases import Lease, Pulse
+from pipeline.replies import Lease, Pulse
 from pipeline.room import lag
 from producers.catch_up import CatchUp
 from producers.group import Progress

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from pipeline.codec import encode
 from pipeline.errors import EngineDown, EngineError, MessageError, RequestRefused
-from pipeline.leases import Lease, WorkerBroker
+from pipeline.leases import WorkerBroker
+from pipeline.replies import Lease
 from pipeline.types import Group
 from producers.filters import Verdict
 from producers.group import Maker, Progress, SampleAborted

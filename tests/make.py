@@ -20,8 +20,9 @@ from pipeline.codec import encode
 from pipeline.config import Agreed, FeedConfig, TrainConfig
 from pipeline.errors import WeightsError
 from pipeline.fenced import TrainerBroker
-from pipeline.leases import Lease, WorkerBroker
+from pipeline.leases import WorkerBroker
 from pipeline.modes import check, resolve_rollout
+from pipeline.replies import Lease
 from pipeline.types import ABORTED, COMPLETED, Group, Policy, Prompt, Sample, Sequence, Span
 from producers.dataset import Dataset
 from producers.engines.base import Completion, Engine, Request

@@ -10,8 +10,8 @@ from typing import Any
 from rig import Rig, ones, prompt_of
 
 from pipeline.keys import GROUP
-from pipeline.leases import Lease
 from pipeline.ledger import Ledger
+from pipeline.replies import Lease
 from pipeline.types import Prompt
 
 CAP, BOUND, IN_FLIGHT, STRIKES = 4, 7, 5, 3

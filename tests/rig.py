@@ -14,9 +14,9 @@ from pipeline.broker import Broker
 from pipeline.config import Agreed
 from pipeline.fenced import TrainerBroker
 from pipeline.keys import GROUP, Keys
-from pipeline.leases import Lease, WorkerBroker
+from pipeline.leases import WorkerBroker
 from pipeline.ledger import Ledger, get_bit, set_bit
-from pipeline.replies import Standing
+from pipeline.replies import Lease, Standing
 from pipeline.scripts import load
 from pipeline.types import Policy, Prompt
 

@@ -6,7 +6,7 @@ import pytest
 from rig import LIMIT, Rig, ids, message, policy, records
 
 from pipeline.errors import UsageError
-from pipeline.leases import Lease
+from pipeline.replies import Lease
 from pipeline.types import Prompt
 
 # -- feed

@@ -26,8 +26,8 @@ from pipeline.codec import decode
 from pipeline.config import GenerateConfig
 from pipeline.errors import EngineDown, EngineError, RequestRefused, RewardError, UsageError, WeightsError, WorkerFailed
 from pipeline.join import Place
-from pipeline.leases import Pulse
 from pipeline.pulse import STUCK, TrainerPulse, WorkerPulse
+from pipeline.replies import Pulse
 from pipeline.scripts import load
 from pipeline.types import Group, Policy
 from producers import cli

@@ -23,8 +23,9 @@ from rig import Rig, agreed, bits, message, ones, policy, prompt_of, records
 
 from pipeline.errors import Fenced
 from pipeline.fenced import TrainerBroker
-from pipeline.leases import Lease, WorkerBroker
+from pipeline.leases import WorkerBroker
 from pipeline.ledger import Ledger
+from pipeline.replies import Lease
 from pipeline.server import EmbeddedServer
 from pipeline.types import Prompt
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from rig import LIMIT, Rig
 
-from pipeline.leases import Pulse
 from pipeline.pulse import STUCK, TrainerPulse, WorkerPulse
+from pipeline.replies import Pulse
 
 
 def worker_pulse(real: Rig, heard: list[Pulse], silent_for: float = 0.0) -> WorkerPulse:

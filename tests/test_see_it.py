@@ -26,7 +26,8 @@ from pipeline.config import Agreed
 from pipeline.errors import RedisDown, UsageError
 from pipeline.fenced import TrainerBroker
 from pipeline.keys import NAMES, Keys
-from pipeline.leases import Lease, WorkerBroker
+from pipeline.leases import WorkerBroker
+from pipeline.replies import Lease
 from pipeline.server import EmbeddedServer, locate
 from pipeline.types import Group, Policy, Prompt, Sample, Sequence, Span
 
