@@ -1,0 +1,54 @@
+"""Sections of options that `pipeline.config` puts together: what all are made of, the prompts, the rewards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+def option(default: Any, help: str, **limits: Any) -> Any:
+    return Field(default=default, description=help, **limits)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class Data(Section):
+    """Prompts"""
+
+    prompt_data: Path | None = option(None, "JSONL file of prompts")
+    input_key: str = option("input", "key of the prompt in a row: text, or a list of chat messages")
+    label_key: str = option("label", "key of the label")
+    metadata_key: str = option("metadata", "key of a map handed on to rewards and generate functions")
+    rollout_shuffle: bool = option(False, "shuffle each epoch by --rollout-seed")
+    num_epoch: Positive | None = option(None, "passes over the prompts; the smaller of steps and epochs ends the run")
+    feed_low_water: Positive = option(512, "prompts kept waiting in the stream")
+
+
+class Rewards(Section):
+    """Rewards and filters"""
+
+    rm_type: str | None = option(
+        None,
+        "built-in reward: math, gsm8k, deepscaler, dapo, gpqa, f1, ifeval, exact, positions, length, random, "
+        "reasoning_gym, remote_rm; several with weights: math:0.9,length:0.1; row: what each row names",
+    )
+    custom_rm_path: str | None = option(None, "reward function, module.function; sync or async")
+    reward_key: str | None = option(None, "the reward's place in the map that a reward function gives")
+    rm_url: str | None = option(None, "remote_rm: where prompt, response and label are posted")
+    rm_timeout: PositiveFloat = option(
+        10.0, "seconds for one answer: of processor time where it is graded here, for one request to --rm-url"
+    )
+    rm_patience: PositiveFloat = option(600.0, "seconds an outage of --rm-url is sat out before an answer is unscored")
+    rm_workers: Positive = option(2, "grading processes of a generator")
+    rm_memory: Positive = option(512, "MiB that grading one answer may take")
+    group_rm: bool = option(False, "the reward function scores a whole group at once")
+    dynamic_sampling_filter_path: str | None = option(None, "keep or drop a group where it is made, module.function")
+    rollout_sample_filter_path: str | None = option(None, "mark samples of the batch as removed, module.function")
