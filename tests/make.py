@@ -192,20 +192,19 @@ async def hired(
 async def at_work(rig: Rig, engine: Engine, **how: Any) -> AsyncIterator[Generator]:
     """A generator that runs; halted at the end, and whatever ended it is raised."""
     async with hired(rig, engine, **how) as generator:
+        before = subscribers(rig)
         running = asyncio.create_task(generator.run())
         try:
-            await until(lambda: running.done() or hears(rig, generator))
+            await until(lambda: running.done() or subscribers(rig) > before)
             yield generator
         finally:
             generator.halt()
             await asyncio.wait_for(running, 10)
 
 
-def hears(rig: Rig, generator: Generator) -> bool:
-    """It has subscribed to what is announced."""
-    name = f"millpond:{rig.keys.run}:worker".encode()
-    clients: Any = rig.raw.execute_command("CLIENT", "LIST", "TYPE", "pubsub")
-    return str(clients).count(f"name={name.decode()} ") >= 1
+def subscribers(rig: Rig) -> int:
+    """Workers that hear what is announced."""
+    return sum(rig.keys.run in client["name"] for client in rig.raw.client_list("pubsub"))
 
 
 @contextmanager
