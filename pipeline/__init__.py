@@ -1,1 +1,1 @@
-"""What every stage shares: the records, the codec, the keys, the broker's verbs. Imports nothing of ours, never torch."""
+"""What every stage shares: records, codec, keys, the broker's verbs. Imports nothing of ours, never torch."""
