@@ -72,6 +72,24 @@ def test_no_more_is_leased_than_bound_less_what_is_leased_or_unsettled(run: Rig)
     assert run.lease(other, 10) == []
 
 
+def test_prompts_that_go_round_again_take_room_as_fresh_ones_do(run: Rig) -> None:
+    run.trainer(bound=3)
+    run.feeder(9)
+    worker = run.worker()
+    run.do(worker.hand_back(run.lease(worker, 2), "aborted"))
+    assert ids(run.lease(worker, 2)) == [0, 1]
+    assert ids(run.lease(worker, 9)) == [2]
+
+
+def test_another_consumer_group_on_the_stream_takes_no_room(run: Rig) -> None:
+    run.trainer(bound=3)
+    run.feeder(9)
+    for name in ("a", "z"):
+        run.raw.xgroup_create(run.keys["prompts"], name, "0")
+        run.raw.xreadgroup(name, "somebody", {run.keys["prompts"]: ">"}, count=9)
+    assert len(run.lease(run.worker(), 9)) == 3
+
+
 def test_room_comes_back_with_a_drop_and_a_hand_back_but_not_with_a_take(run: Rig) -> None:
     trainer = run.trainer(bound=4)
     run.feeder(20)
@@ -159,6 +177,8 @@ def test_an_entry_deleted_under_its_lease_is_no_longer_held(run: Rig) -> None:
     worker = run.worker()
     gone, kept = run.lease(worker, 2)
     run.raw.xdel(run.keys["prompts"], gone.entry)
+    assert run.push(worker, [gone]) == ["lost"]
+    assert run.do(worker.hand_back([gone], "stale")) == 0
     assert run.do(worker.mine()) == [kept]
     assert run.standing().pending == 1
 

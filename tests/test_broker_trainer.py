@@ -103,6 +103,17 @@ def test_a_quarantined_message_is_found_by_the_next_check(run: Rig) -> None:
     assert (len(entry["head"]), entry["length"]) == (4096, str(1000 * len(raw)))
 
 
+def test_messages_that_never_decode_bury_their_prompt_in_the_end(run: Rig) -> None:
+    trainer = run.trainer(max_prompt_attempts=2)
+    run.feeder(1)
+    for _ in range(2):
+        run.queued(run.worker(), 1)
+        trainer.take(1)
+        assert trainer.check("quarantined", "strike").lost == [0]
+    assert [e["reason"] for e in run.entries("dead")] == ["quarantined"]
+    assert run.conserved()
+
+
 def test_a_held_group_that_is_not_open_under_its_attempt_is_foreign_and_let_go(run: Rig) -> None:
     trainer = run.trainer()
     run.feeder(3)
@@ -374,6 +385,7 @@ def test_a_replaced_trainer_can_change_nothing(run: Rig, verb: str) -> None:
     run.queued(worker, 4)
     run.lease(worker, 1)
     held = run.take(zombie, 2)
+    run.raw.lpop(run.keys["groups"])
     second = run.new_trainer()
     second.takeover("the second", force=True)
     before = run.dump()

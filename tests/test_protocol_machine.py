@@ -78,8 +78,8 @@ class Protocol(RuleBasedStateMachine):
         self.names = 0
         self.challenged = False
         "by a zombie since the last takeover"
-        self.saved = Ledger()
-        "the checkpoint"
+        self.saved = self.saved_before = Ledger()
+        "the newest checkpoint, and the one before it"
         self.fit: set[int] = set()
         "trained, in no publication yet"
         self.trained: set[int] = set()
@@ -261,6 +261,13 @@ class Protocol(RuleBasedStateMachine):
                 assert self.rig.do(hand.broker.hand_back([lease], "reason", fault)) == expected
                 self.expect(after)
 
+    @precondition(lambda self: self.behind)
+    @rule(which=pick, fault=st.sampled_from(["none", "strike", "bury", "drop"]))
+    def a_worker_ends_what_redis_remembers_before_the_trainer_is_back(self, which: int, fault: str) -> None:
+        self.adopt(which)
+        while self.hands[which % len(self.hands)].held:
+            self.hand_back(which, 0, fault, False)
+
     @precondition(lambda self: self.calm > 4 and any(hand.held for hand in self.hands))
     @rule(which=pick)
     def a_worker_dies_silently(self, which: int) -> None:
@@ -395,6 +402,7 @@ class Protocol(RuleBasedStateMachine):
         book = self.trainer.ledger
         committed = bits(*ones(book.committed), *book.published)
         dropped, dead = bytes(bits(*after.dropped)), bytes(bits(*after.dead))
+        self.saved_before = self.saved
         self.saved = Ledger(committed=committed, dropped=dropped, dead=dead, cursor=after.feed)
         prompts = list(book.published.values())
         if not commit:
@@ -408,9 +416,12 @@ class Protocol(RuleBasedStateMachine):
         return self.expect(after)
 
     @precondition(lambda self: self.calm > 6)
-    @rule()
-    def the_trainer_dies_and_another_takes_over(self) -> None:
+    @rule(spoiled=st.booleans())
+    def the_trainer_dies_and_another_takes_over(self, spoiled: bool) -> None:
+        """From the newest checkpoint, or from the one before if that is spoiled."""
         after = self.begin()
+        if spoiled:
+            self.saved = self.saved_before
         self.zombies.append(self.trainer)
         self.trainer = self.new_trainer()
         after.reconcile(self.saved, self.version)
