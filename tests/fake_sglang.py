@@ -31,6 +31,8 @@ APPLIED = (
     "Weights were updated, but the cache was not flushed because requests are still running or queued. "
     "Retract or finish them, then call /flush_cache."
 )
+RESERVE = 6
+"Tokens of its window that a server does not give to a prompt."
 OPEN_PATHS = ("/health", "/ready", "/metrics")
 
 Reply = dict[str, Any]
@@ -56,6 +58,7 @@ class Flight:
     rid: str
     prompt: list[int]
     sampling: dict[str, Any]
+    extra_key: str | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
@@ -63,6 +66,11 @@ class Flight:
     running: bool = False
     aborted: bool = False
     retractions: int = 0
+
+    @property
+    def key(self) -> tuple[str | None, tuple[int, ...]]:
+        """Under which its prompt is found in the prefix cache."""
+        return self.extra_key, tuple(self.prompt)
 
 
 class FakeSGLang:
@@ -93,6 +101,8 @@ class FakeSGLang:
         self.blocks = 0.05
         "seconds /health hangs while paused; 20 in the real one"
         self.disconnects = 0
+        self.stale_hits = 0
+        "requests that began on a prompt's cache of other weights"
         self.port = 0
         self._runner: web.AppRunner | None = None
         self._fresh()
@@ -109,6 +119,8 @@ class FakeSGLang:
         self.unwell = False
         self.flights: dict[str, Flight] = {}
         self.updating = False
+        self.cache: dict[tuple[str | None, tuple[int, ...]], str] = {}
+        "prompts, and the weights that their cache was computed with"
         self.moved = asyncio.Condition()
 
     # -- for tests
@@ -210,12 +222,14 @@ class FakeSGLang:
             return _error(f"The input ({len(ids)} tokens) is longer than the model's context length ({self.context}).")
         if len(ids) + sampling["max_new_tokens"] > self.context:
             return _error("Requested token count exceeds the model's maximum context length")
+        if len(ids) >= self.context - RESERVE:
+            return _error(f"Input length ({len(ids)} tokens) exceeds the maximum allowed length")
         if not all(0 <= token < self.vocab for token in ids):
             return await self._misbehave(None, "crash")  # type: ignore[arg-type]  # as the real one does
         if self.poison[sampling["sampling_seed"]]:
             self.poison[sampling["sampling_seed"]] -= 1
             return web.json_response({"error": {"message": "poisoned"}}, status=500)
-        flight = self.flights[rid] = Flight(rid, ids, sampling)
+        flight = self.flights[rid] = Flight(rid, ids, sampling, body.get("extra_key"))
         try:
             finish = await self._sample(flight)
         except asyncio.CancelledError:
@@ -231,12 +245,14 @@ class FakeSGLang:
 
     async def _sample(self, flight: Flight) -> Reply:
         rng, stops = np.random.default_rng(flight.sampling["sampling_seed"]), flight.sampling["stop_token_ids"]
-        limit = flight.sampling["max_new_tokens"]
+        limit = min(flight.sampling["max_new_tokens"], self.context - 2 - len(flight.prompt))
         while len(flight.tokens) < limit:
             async with self.moved:
                 await self.moved.wait_for(lambda: flight.aborted or self._may_run(flight))
             if flight.aborted:
                 return {"type": "abort", "message": "Aborted" if flight.running else "Abort in waiting queue"}
+            if not flight.tokens and self.cache.setdefault(flight.key, self.weights) != self.weights:
+                self.stale_hits += 1
             flight.running = True
             flight.tokens.append(int(rng.integers(self.vocab)))
             flight.logprobs.append(-float(rng.exponential()))
@@ -343,8 +359,10 @@ class FakeSGLang:
         if self.flush_refusals:
             self.flush_refusals -= 1
             return False
-        queued = self.mode is None and len(self.flights) > 0
-        return not queued and not any(f.running for f in self.flights.values())
+        if any(f.running or self.mode is None for f in self.flights.values()):
+            return False
+        self.cache.clear()
+        return True
 
 
 def _weights_in(folder: str) -> bool:

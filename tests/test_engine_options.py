@@ -61,6 +61,12 @@ def test_engines_need_the_folder_of_their_model() -> None:
         engines.build(generate(*SGLANG), "retract")
 
 
+def test_a_router_does_not_go_with_a_cache_that_is_kept(tmp_path: Path) -> None:
+    config = generate(*SGLANG, "--engine-router-url", "http://r", "--hf-checkpoint", str(tmp_path))
+    with pytest.raises(UsageError, match="in_place"):
+        engines.build(config, "in_place")
+
+
 def test_a_key_is_in_no_dump_digest_or_repr_and_is_not_read_back_as_stars(tmp_path: Path) -> None:
     config = run(*SGLANG, "--engine-api-key", KEY)
     written = flags.dump(config, modes.idle(config))

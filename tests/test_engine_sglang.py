@@ -180,9 +180,10 @@ def test_the_window_is_respected_before_anything_is_sent(tmp_path: Path) -> None
     async def main() -> None:
         async with one(tmp_path) as (engine, fake):
             assert engine.context_length == CONTEXT
-            done = await engine.generate(request(size=CONTEXT - 1, limit=500))
-            assert (len(done.tokens), done.finish) == (1, "length")
-            assert len((await engine.generate(request(size=CONTEXT - 9, limit=500))).tokens) == 9
+            done = await engine.generate(request(size=CONTEXT - 9, limit=500))
+            assert fake.bodies("/generate")[0]["sampling_params"]["max_new_tokens"] == 9
+            assert (len(done.tokens), done.finish) == (7, "length")  # the server keeps two to itself
+            assert "maximum allowed" in await fails(engine.generate(request(size=CONTEXT - 1)), RequestRefused)
             sent = len(fake.heard)
             for size in (CONTEXT, CONTEXT + 1, 0):
                 await fails(engine.generate(request(size=size)), RequestRefused)
@@ -518,6 +519,39 @@ def test_requests_that_come_during_an_update_wait_for_it(tmp_path: Path) -> None
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
             assert [type(e) for e in await asyncio.gather(*tasks, return_exceptions=True)] == [EngineDown] * 3
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_no_request_begins_on_the_cache_of_older_weights(mode: str, tmp_path: Path) -> None:
+    """An update in place keeps the cache, and its prompts come again: siblings of a group, later epochs."""
+
+    async def main() -> None:
+        async with one(tmp_path, mode=mode) as (engine, fake):
+            for version in (2, 3):
+                await asyncio.gather(*start(engine, 3))
+                await engine.load(policy(version))
+            await asyncio.gather(*start(engine, 3))
+            assert fake.stale_hits == 0
+            assert bool(len(fake.cache) > 1) == (mode == "in_place")
+
+    asyncio.run(main())
+
+
+def test_nothing_of_an_earlier_run_is_left_in_the_cache(tmp_path: Path) -> None:
+    """Its version 1 was another one."""
+
+    async def main() -> None:
+        async with one(tmp_path, mode="in_place") as (engine, fake):
+            await engine.generate(request())
+            for path in ("other weights", ""):
+                fake.weighs.add(path)
+                async with engine_of(tmp_path, fake, mode="in_place") as later:
+                    await later.load(policy(1, path))
+                    assert fake.cache == {}
+                    await later.generate(request())
+            assert fake.stale_hits == 0
 
     asyncio.run(main())
 

@@ -25,7 +25,7 @@ def request(temperature: float = 0.7, seed: int = 2**63 - 1) -> Request:
 
 
 BODIES = [
-    ("/generate", wire.generate(request(), 9, "b" * 32)),
+    ("/generate", wire.generate(request(), 9, "b" * 32, 7)),
     ("/abort_request", wire.abort("b" * 32)),
     ("/pause_generation", wire.pause("retract")),
     ("/pause_generation", wire.pause("in_place")),
@@ -43,7 +43,7 @@ def test_each_body_fits_the_servers_own_openapi(path: str, body: Any) -> None:
 
 
 def test_a_body_that_does_not_fit_is_found() -> None:
-    good = wire.generate(request(), 9, "b" * 32)
+    good = wire.generate(request(), 9, "b" * 32, 7)
     assert "temprature" in violation("/generate", "POST", {**good, "sampling_params": {"temprature": 1}})
     assert "return_logprobs" in violation("/generate", "POST", {**good, "return_logprobs": True})
     assert "model_path" in violation("/update_weights_from_disk", "POST", {"weight_version": "7"})
@@ -57,7 +57,7 @@ def test_nothing_is_aborted_by_a_weight_update() -> None:
 
 
 def test_what_would_bend_the_distribution_is_sent_as_neutral() -> None:
-    sampling = wire.generate(request(), 9, "b" * 32)["sampling_params"]
+    sampling = wire.generate(request(), 9, "b" * 32, 7)["sampling_params"]
     neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
     assert sampling.items() >= {**neutral, "temperature": 0.7, "sampling_seed": 2**63 - 1}.items()
     assert sampling["stop_token_ids"] == [1, 5]
@@ -65,7 +65,7 @@ def test_what_would_bend_the_distribution_is_sent_as_neutral() -> None:
 
 def test_a_temperature_at_which_the_server_would_not_sample_is_refused() -> None:
     with pytest.raises(UsageError, match="--rollout-temperature"):
-        wire.generate(request(temperature=1e-7), 9, "b" * 32)
+        wire.generate(request(temperature=1e-7), 9, "b" * 32, 7)
 
 
 # -- replies

@@ -41,6 +41,11 @@ def _echo(config: GenerateConfig, mode: Mode) -> tuple[Engine, Tokenizer]:
 def _sglang(config: GenerateConfig, mode: Mode) -> tuple[Engine, Tokenizer]:
     if config.hf_checkpoint is None:
         raise UsageError("--engine sglang needs --hf-checkpoint: the folder of the model that the engines serve")
+    if mode == "in_place" and config.engine_router_url:
+        raise UsageError(
+            "--engine-router-url: a router may drop what keeps old weights' cache from new requests, which "
+            "--pause-generation-mode in_place depends on; use retract, or leave the router out"
+        )
     tokenizer = HFTokenizer(config.hf_checkpoint)
     from producers.engines.sglang import SGLangEngine
     from producers.engines.sglang_pool import Servers

@@ -124,7 +124,7 @@ class SGLangEngine:
         while True:
             async with pool.way(flight, way) as way:
                 sent = way.version
-                reply = await self._send(way, flight)
+                reply = await self._send(way, flight, sent)
                 if reply.ok:
                     return self._read(reply, way, flight, sent)
             failure = problem(reply, way.link.url)
@@ -136,11 +136,12 @@ class SGLangEngine:
             log.debug("a request is sent again: %s", failure)
             await asyncio.sleep(pause)
 
-    async def _send(self, way: Way, flight: Flight) -> Reply:
+    async def _send(self, way: Way, flight: Flight, version: int | None) -> Reply:
         rid = uuid.uuid4().hex
         flight.wire, flight.runs_at = rid, way.members
         try:
-            return await way.link.post("/generate", wire.generate(flight.request, flight.limit, rid), None)
+            body = wire.generate(flight.request, flight.limit, rid, version)
+            return await way.link.post("/generate", body, None)
         except asyncio.CancelledError:
             self._errand(self._abort(way.members, rid))
             raise

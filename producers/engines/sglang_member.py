@@ -89,7 +89,7 @@ class Member:
     async def _try_out(self) -> None:
         """One token: a request it refuses would otherwise be refused for each prompt, and all would be dropped."""
         request = Request(uuid.uuid4().hex, np.zeros(1, np.int32), Sampling(1, 1.0, ()), 0)
-        reply = await self.link.post("/generate", wire.generate(request, 1, request.rid), self._timing.first)
+        reply = await self.link.post("/generate", wire.generate(request, 1, request.rid, None), self._timing.first)
         try:
             if not reply.ok:
                 raise problem(reply, self.url)
@@ -153,12 +153,14 @@ class Member:
             await asyncio.wait([self._freed])
 
     async def _update(self, policy: Policy, stay_paused: bool) -> None:
-        """Pause, load, flush, name, verify, go on: in this order a flush meets nothing that runs (BB-25)."""
-        await self.pause()
-        if not policy.path:
-            await self._name(policy.version)  # a trainer without weights: what the engine has stays
-        elif not await self._load(policy):
-            await self._flush()
+        """Pause, load, flush, name, verify, go on: in this order a flush meets nothing that runs. Entering service it
+        leaves nothing in the cache, whatever the mode: an earlier run's version of this number may be in there."""
+        mode = self._mode if self.serving else "retract"
+        await self.pause(mode)
+        named = policy.path != "" and await self._load(policy, mode == "retract")
+        if not named:  # the flush is pending, or the trainer has no weights: what the engine has stays
+            if policy.path or not self.serving:
+                await self._flush()
             await self._name(policy.version)
         await self._verify(policy.version)
         if not self.serving:
@@ -170,10 +172,9 @@ class Member:
             log.info("engine %s is in service with version %d", self.url, policy.version)
         self.version, self.why, self.dirty = policy.version, "", False
 
-    async def _load(self, policy: Policy) -> bool:
+    async def _load(self, policy: Policy, flush: bool) -> bool:
         """Whether all is done; if not, the weights are in, and the flush and the name are to be done."""
-        body = wire.update(policy, flush=self._mode == "retract")
-        reply = await self.link.post("/update_weights_from_disk", body, None)
+        reply = await self.link.post("/update_weights_from_disk", wire.update(policy, flush), None)
         if reply.ok and reply.fields.get("success") is True:
             return True
         if reply.status == 400 and wire.APPLIED in reply.text:
@@ -199,8 +200,9 @@ class Member:
         if as_version(label) != version:
             raise EngineDown(f"{self.url}: it reports version {label!r} after version {version} was loaded")
 
-    async def pause(self) -> None:
-        self._expect(await self.link.post("/pause_generation", wire.pause(self._mode), self._timing.reply))
+    async def pause(self, mode: str = "") -> None:
+        """`mode`: its own, if none is given."""
+        self._expect(await self.link.post("/pause_generation", wire.pause(mode or self._mode), self._timing.reply))
 
     async def resume(self) -> None:
         self._expect(await self.link.post("/continue_generation", wire.resume(), self._timing.reply))

@@ -17,8 +17,11 @@ GREEDY = 1e-6
 Body = dict[str, Any]
 
 
-def generate(request: Request, limit: int, rid: str) -> Body:
-    """One sequence of up to `limit` tokens under the name `rid`.
+def generate(request: Request, limit: int, rid: str, version: int | None) -> Body:
+    """One sequence of up to `limit` tokens under the name `rid`, sent while `version` is served.
+
+    `extra_key` parts the prefix cache by version: an update in place keeps the cache, and a later request whose prompt
+    is in it would be sampled from old and new weights mixed, under the new ones' name.
 
     All that could make the distribution another one than the trainer's is sent as neutral, whatever the server's own
     defaults are. Log-probabilities are then of the distribution that was sampled from: after temperature, and there is
@@ -30,6 +33,7 @@ def generate(request: Request, limit: int, rid: str) -> Body:
         raise UsageError(f"--rollout-temperature {sampling.temperature}: SGLang does not sample below {GREEDY}")
     return {
         "rid": rid,
+        "extra_key": str(version),
         "input_ids": request.tokens.tolist(),
         "sampling_params": {
             "max_new_tokens": limit,
