@@ -21,6 +21,9 @@ DRAIN = "consumers.drain.drain"
 RECORD_BYTES = 4096
 "What a prompt is taken to weigh in `open`, its record with it; the real size is known when prompts are read."
 
+CODE = ("custom_rm_path", "rm_type", "reward_key", "dynamic_sampling_filter_path")
+"What decides how groups are scored and kept: the same for all workers, or they take no prompts."
+
 Trained = TrainConfig | RunConfig
 
 REFUSED = {
@@ -97,7 +100,8 @@ def idle(config: Section) -> dict[str, str]:
         sglang = ("engine_url", "engine_router_url", "engine_api_key", "engine_timeout")
         rules.append((config.engine != "sglang", "it belongs to --engine sglang", sglang))
     if isinstance(config, Rewards):
-        rules.append((config.custom_rm_path is not None, "--custom-rm-path takes its place", ("rm_type",)))
+        built_in = ("rm_type", "rm_url", "rm_timeout", "rm_patience", "rm_workers", "rm_memory")
+        rules.append((config.custom_rm_path is not None, "--custom-rm-path takes its place", built_in))
         rules.append((config.custom_rm_path is None, "only a --custom-rm-path scores whole groups", ("group_rm",)))
     return {name: why for holds, why, names in rules if holds for name in names}
 
@@ -228,7 +232,7 @@ def open_prompts(config: Trained) -> int:
 def agreed(config: Trained) -> Agreed:
     """What the trainer writes to the key `config`; `config` has passed `check`."""
     unused = idle(config)
-    named = {name: getattr(config, name) for name in ("custom_rm_path", "rm_type", "dynamic_sampling_filter_path")}
+    named = {name: getattr(config, name) for name in CODE}
     samples = config.async_max_concurrent_samples
     return Agreed(
         **{name: getattr(config, name) for name in Rollout.model_fields},

@@ -22,7 +22,7 @@ from pipeline.join import Place, join
 from pipeline.keys import Keys
 from pipeline.leases import WorkerBroker, new_worker_id
 from pipeline.log import setup
-from pipeline.modes import check
+from pipeline.modes import CODE, check
 from pipeline.options import flag
 from pipeline.pulse import WorkerPulse
 from pipeline.replies import Pulse
@@ -79,7 +79,10 @@ async def _generate(config: GenerateConfig, found: Place) -> int:
     try:
         rules = await _rules(broker, config)
         if rules is not None:
-            async with _generator(broker, config, rules, found) as generator:
+            async with (
+                rewards.opened(config, rules.group_rm) as scorer,
+                _generator(broker, config, rules, found, scorer) as generator,
+            ):
                 _on_signals(generator.halt)
                 await generator.run()
     except PASSES:
@@ -101,10 +104,9 @@ def _on_signals(act: Callable[[], None]) -> None:
 
 @contextlib.asynccontextmanager
 async def _generator(
-    broker: WorkerBroker, config: GenerateConfig, rules: Agreed, found: Place
+    broker: WorkerBroker, config: GenerateConfig, rules: Agreed, found: Place, scorer: rewards.Scorer
 ) -> AsyncIterator[Generator]:
     """A generator with its engine started, registered and giving signs of life."""
-    scorer = rewards.build(config, rules.group_rm)
     path = config.dynamic_sampling_filter_path
     engine, tokenizer = engines.build(config, rules.pause_generation_mode)
     maker = Maker(engine, tokenizer, scorer, rules, broker.worker, asyncio.Semaphore(engines.slots(config)))
@@ -153,7 +155,7 @@ async def _rules(broker: WorkerBroker, config: GenerateConfig) -> Agreed | None:
 
 def _same_code(rules: Agreed, config: GenerateConfig) -> None:
     """UsageError unless this worker has the rewards and filters that the run was started with."""
-    for name in ("custom_rm_path", "rm_type", "dynamic_sampling_filter_path"):
+    for name in CODE:
         mine = getattr(config, name)
         if (digest(mine) if mine else None) != rules.code.get(name):
             theirs = "has none" if name not in rules.code else "was started with another one"

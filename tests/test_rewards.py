@@ -256,14 +256,18 @@ def test_a_bare_next_is_an_error_and_no_endless_wait() -> None:
 @pytest.mark.parametrize(
     ("fields", "group_rm", "problem"),
     [
-        ({}, False, "no reward: give one of --rm-type (exact, positions, length, random) or --custom-rm-path"),
+        ({}, False, "no reward: give one of --rm-type (math, gsm8k,"),
         ({"rm_type": "exact", "custom_rm_path": "a.b"}, False, "two rewards: give one of --rm-type"),
         (
             {"rm_type": "exakt"},
             False,
-            "--rm-type 'exakt': there are exact, positions, length, random; did you mean exact?",
+            "random, reasoning_gym, remote_rm, row; did you mean exact?",
         ),
-        ({"rm_type": "math"}, False, "there are exact, positions, length, random"),
+        ({"rm_type": "mat,exact"}, False, "--rm-type 'mat,exact': there are math, gsm8k,"),
+        ({"rm_type": "exact:x"}, False, "the weight 'x' of exact is no number"),
+        ({"rm_type": "exact:0.5,length:nan"}, False, "the weight 'nan' of length is no number"),
+        ({"rm_type": "exact,exact:2"}, False, "a reward stands in it twice"),
+        ({"rm_type": "length:0.1,remote_rm"}, False, "remote_rm: where is the judge? --rm-url"),
         ({"rm_type": "exact"}, True, "--group-rm: --rm-type exact scores single samples"),
         ({"custom_rm_path": "no_such.thing"}, False, "--custom-rm-path 'no_such.thing': there is no module 'no_such'"),
     ],

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import numbers
 import reprlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 from pipeline.errors import RewardError
 from pipeline.types import Prompt, Sample
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,19 @@ class RewardInput:
     prompt_id: int
 
 
+@dataclass(frozen=True)
+class Grading:
+    """What a reward leaves to a process that can be killed: `producers.rewards.grade.GRADERS[grader](**arguments)`."""
+
+    grader: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    "JSON values"
+
+
+Value = float | Mapping[str, Any] | None
+"What a built-in reward gives: a number, a map with a `score` among others, or None: unscored."
+
+
 class Scorer(Protocol):
     """A reward that is ready for use."""
 
@@ -51,15 +67,43 @@ def reward_input(prompt: Prompt, sample: Sample) -> RewardInput:
     )
 
 
-def score(value: object, name: str, given: RewardInput) -> float | None:
-    """`value` as a reward: a finite number or bool, those of numpy and torch included, or None."""
+async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All at once, their results in order; when one fails the others are cancelled."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def label_text(given: RewardInput, name: str) -> str:
+    """The label, a number as it is written in Python. RewardError where there is none."""
+    if given.label is None:
+        raise RewardError(
+            f"reward function {name}: prompt {given.prompt_id} has no label: name its key with --label-key, "
+            "or choose a reward that needs none"
+        )
+    return str(given.label)
+
+
+def score(value: object, name: str, given: RewardInput, key: str | None = None) -> float | None:
+    """`value` as a reward: a finite number or bool, those of numpy and torch included, or None.
+
+    `key` names the one to take where a map of several is given.
+    """
+    where = f"reward function {name}: prompt {given.prompt_id}, sample {given.index}"
+    if isinstance(value, Mapping) and key is not None:
+        if key not in value:
+            raise RewardError(f"{where}: no {key!r} in {reprlib.repr(value)} (--reward-key)")
+        value = value[key]
     if value is None:
         return None
     try:
         result = number(value)
     except ValueError as error:
-        where = f"prompt {given.prompt_id}, sample {given.index}"
-        raise RewardError(f"reward function {name}: {where}: {reprlib.repr(value)} is {error}") from error
+        raise RewardError(f"{where}: {reprlib.repr(value)} is {error}") from error
     return result
 
 
@@ -70,7 +114,8 @@ def number(value: object) -> float:
     ):  # numpy and torch scalars, without importing them
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise ValueError(f"a {type(value).__name__}, not a number or a bool")
+        hint = "; which of its values? --reward-key NAME" if isinstance(value, Mapping) else ""
+        raise ValueError(f"a {type(value).__name__}, not a number or a bool{hint}")
     try:
         result = float(value)
     except OverflowError:

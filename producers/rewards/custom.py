@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.errors import RewardError
-from producers.rewards.base import RewardInput, score
+from producers.rewards.base import RewardInput, score, together
 
 THREADS = 16
 
@@ -26,18 +26,13 @@ class Custom:
     name: str
     "dotted path, for messages"
     function: Callable[..., Any]
+    key: str | None = None
+    "the reward's place in a map that the function gives"
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(THREADS, "reward"))
 
     async def score_group(self, inputs: Sequence[RewardInput]) -> list[float | None]:
-        """All samples at once; when one fails the others are cancelled."""
-        tasks = [asyncio.ensure_future(self._call(given)) for given in inputs]
-        try:
-            values = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return [score(value, self.name, given) for value, given in zip(values, inputs, strict=True)]
+        values = await together([self._call(given) for given in inputs])
+        return [score(value, self.name, given, self.key) for value, given in zip(values, inputs, strict=True)]
 
     async def _call(self, argument: RewardInput | list[RewardInput]) -> Any:
         if inspect.iscoroutinefunction(self.function):
@@ -67,4 +62,4 @@ class CustomGroup(Custom):
             raise RewardError(f"{prompt}: a {type(values).__name__}, not a list of {len(inputs)} rewards")
         if len(values) != len(inputs):
             raise RewardError(f"{prompt}: {len(values)} rewards for samples 0 to {len(inputs) - 1}")
-        return [score(value, self.name, given) for value, given in zip(values, inputs, strict=True)]
+        return [score(value, self.name, given, self.key) for value, given in zip(values, inputs, strict=True)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from producers.rewards.base import RewardInput
-from producers.rewards.positions import label_text
+from producers.rewards.base import RewardInput, label_text
 
 
 def exact(given: RewardInput) -> float:

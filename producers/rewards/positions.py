@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.errors import RewardError
 from pipeline.types import COMPLETED
-from producers.rewards.base import RewardInput
+from producers.rewards.base import RewardInput, label_text
 
 
 def positions(given: RewardInput) -> float:
@@ -16,12 +15,3 @@ def positions(given: RewardInput) -> float:
     right = sum(a == b for a, b in zip(given.response, label, strict=False))
     ended = given.status == COMPLETED and len(given.response) == len(label)
     return (right + ended) / (len(label) + 1)
-
-
-def label_text(given: RewardInput, name: str) -> str:
-    if given.label is None:
-        raise RewardError(
-            f"reward function {name}: prompt {given.prompt_id} has no label: name its key with --label-key, "
-            "or choose a reward that needs none"
-        )
-    return str(given.label)
