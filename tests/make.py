@@ -115,6 +115,8 @@ class Hand(EchoEngine):
         "versions of the loads that began"
         self.gone: set[int] = set()
         "versions whose folder has vanished"
+        self.poke = asyncio.Event()
+        "for a maker that belongs to no generator"
 
     async def generate(self, request: Request) -> Completion:
         prompt = int(bytes(request.tokens.tolist())[1:])

@@ -554,6 +554,7 @@ def test_a_version_whose_announcement_was_missed_is_loaded_when_a_heartbeat_tell
         engine = Hand()
         async with at_work(real, engine, concurrency=2) as generator:
             await until(lambda: len(engine.held) == 2)
+            await calm(engine)
             real.raw.set(real.keys["weights:version"], 2)
             real.raw.hset(real.keys["weights"], "version", "2")
             generator.hear(Pulse(True, "running", False, 2))

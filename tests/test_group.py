@@ -45,7 +45,7 @@ def by_hand(
         await engine.start()
         await engine.load(policy(1))
         maker = maker_of(engine, agreed(n_samples_per_prompt=n), slots=slots)
-        task = asyncio.create_task(maker.make(PROMPT, progress, asyncio.Event()))
+        task = asyncio.create_task(maker.make(PROMPT, progress, engine.poke))
         await until(lambda: len(engine.held) == min(slots, n))
         await act(engine, task, progress)
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -105,10 +105,10 @@ def test_each_reward_goes_to_its_own_sample() -> None:
 
 def test_progress_tells_running_from_finished_samples_and_each_one_that_ends_pokes() -> None:
     async def act(engine: Hand, task: asyncio.Task[Group], progress: Progress) -> None:
-        assert (progress.running, progress.finished) == (3, 0)
+        assert (progress.running, progress.finished, engine.poke.is_set()) == (3, 0, False)
         engine.end(7, 1)
         await until(lambda: progress.finished == 1)
-        assert progress.running == 2
+        assert (progress.running, engine.poke.is_set()) == (2, True)
         engine.end(7)
         await task
         assert (progress.running, progress.finished) == (0, 3)
