@@ -54,11 +54,11 @@ def _serve(link: socket.socket, grade: Callable[..., Any], plenty: int) -> None:
             try:
                 score = grade(**task["arguments"])
             except Exception as error:
-                link.sendall(pack({"score": None, "why": f"{type(error).__name__}: {error}"[:200]}))
+                link.sendall(pack({"score": None, "why": f"{type(error).__name__}: {error}"[:200], "last": True}))
                 raise
             signal.setitimer(signal.ITIMER_PROF, 0)
             if not score and _most_memory() > plenty:  # a MemoryError may have been taken for "not equal" on the way
-                link.sendall(pack({"score": None, "why": "too much memory"}))
+                link.sendall(pack({"score": None, "why": "too much memory", "last": True}))
                 return
             link.sendall(pack({"score": score}))
 

@@ -102,7 +102,7 @@ class Host:
                 if grader.socket.fileno() in ready:
                     self._read(lane, grader)
                 elif grader.item and time.monotonic() > grader.deadline:
-                    self._late(lane, grader)
+                    self._again(lane, grader, f"not done in {PATIENCE * lane.seconds + 1:g} s")
                     self._end(lane, grader)
         return True
 
@@ -154,24 +154,25 @@ class Host:
             piece = grader.socket.recv(1 << 16)
         except ConnectionResetError:
             piece = b""
+        last = False
         for result in grader.frames.take(piece):
+            last = result.pop("last", False)
             self._done(grader, result)
         if not piece:
             self._died(lane, grader)
-        elif grader.turns >= TURNS:
+        elif last or grader.turns >= TURNS:
             self._end(lane, grader)
 
     def _died(self, lane: Lane, grader: Grader) -> None:
         code = os.waitstatus_to_exitcode(os.waitpid(grader.pid, 0)[1])
-        if code == -signal.SIGPROF:
-            self._late(lane, grader)
-        else:
-            self._done(grader, {"score": None, "why": f"its process died ({code})"})
+        late = f"not done in {lane.seconds:g} s"
+        self._again(lane, grader, late if code == -signal.SIGPROF else f"its process died ({code})")
         self._end(lane, grader, gone=True)
 
-    def _late(self, lane: Lane, grader: Grader) -> None:
+    def _again(self, lane: Lane, grader: Grader, why: str) -> None:
+        """In the next lane, where there is one: what died may have done so idle, before it was given this."""
         if lane is self.lanes[-1]:
-            self._done(grader, {"score": None, "why": f"not done in {lane.seconds:g} s"})
+            self._done(grader, {"score": None, "why": why})
         elif grader.item is not None:
             self.lanes[self.lanes.index(lane) + 1].waiting.append(grader.item)
 

@@ -107,7 +107,7 @@ class ByRow:
             if name not in self.ready:
                 scorer = self.kinds.scorer(name)
                 for part, _ in parse(name):
-                    await self_test(part, self.kinds.one(part))
+                    await self_test(part, BuiltIn(part, self.kinds.graders))
                 self.ready[name] = scorer
 
     def _name(self, given: RewardInput) -> str:

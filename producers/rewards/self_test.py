@@ -32,7 +32,7 @@ KNOWN: dict[str, list[tuple[str, Any, dict[str, Any], float]]] = {
 
 
 async def self_test(name: str, scorer: Scorer) -> None:
-    """UsageError where a known answer gets another reward than it should."""
+    """UsageError where a known answer gets another reward than it should. A judge's answers are not known."""
     for response, label, metadata, expected in KNOWN.get(name, []):
         given = RewardInput("self-test", label, metadata, response, COMPLETED, 0, -1)
         (found,) = await scorer.score_group([given])
