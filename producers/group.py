@@ -59,6 +59,12 @@ class Maker:
     async def make(self, prompt: Prompt, progress: Progress, poke: asyncio.Event) -> Group:
         """A scored group. RequestRefused, EngineError and its kin say what became of it otherwise; a sample that fails
         cancels its siblings. `poke` is set whenever a sample has finished."""
+        try:
+            return await self._make(prompt, progress, poke)
+        finally:
+            progress.finished = 0  # from here on its place is asked for as a whole: by its push, or by its end
+
+    async def _make(self, prompt: Prompt, progress: Progress, poke: asyncio.Event) -> Group:
         began = time.monotonic()
         tokens = self._render(prompt)
         n = self.rules.n_samples_per_prompt

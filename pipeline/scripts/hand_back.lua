@@ -1,4 +1,4 @@
--- keys: prompts prompts:retry dead done:committed done:dropped done:dead counters config unsettled wake
+-- keys: prompts prompts:retry dead done:committed done:dropped done:dead counters config unsettled wake workers:spare
 -- flags: allow-oom
 -- ARGV: worker, reason, fault ('none', 'strike', 'bury' or 'drop'), then 'retry' or 'fresh' and stream id of each entry.
 -- Only entries still pending for the worker are touched. Answers how many.
@@ -14,5 +14,6 @@ for i = 4, #ARGV, 2 do
     count = count + 1
   end
 end
+if count > 0 then redis.call('HDEL', workers_spare, ARGV[1]) end -- theirs are among them; the next lease tells the rest
 if count > 0 and before and before <= 0 then redis.call('PUBLISH', wake, 'room') end
 return count

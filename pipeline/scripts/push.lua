@@ -1,4 +1,4 @@
--- keys: groups groups:sizes open unsettled prompts prompts:retry done:committed done:dropped done:dead state counters config
+-- keys: groups groups:sizes open unsettled prompts prompts:retry done:committed done:dropped done:dead state counters config workers:spare
 -- ARGV: 'retry' or 'fresh', stream id, worker, id, attempt, size in bytes.
 -- Runs right after RPUSH groups in one MULTI; the payload never enters Lua. Answers 'pushed', 'full' or 'lost'; all but
 -- the first 'pushed' take the payload out again.
@@ -35,6 +35,7 @@ if before >= rules.queue_capacity or (before > 0 and waiting + size > rules.queu
 end
 
 settle(stream, ARGV[2])
+redis.call('HDEL', workers_spare, ARGV[3]) -- its samples are among them; the worker's next lease tells what is left
 local number = redis.call('HINCRBY', state, 'pushed', 1)
 redis.call('RPUSH', groups_sizes, string.format('%d %.0f', size, total + size))
 redis.call('HSET', open, p.id, '{"attempt":' .. p.attempt .. ',"strikes":' .. p.strikes .. ',"push":' .. number .. ',"prompt":' .. p.prompt .. '}')
