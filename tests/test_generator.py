@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from lossy import Lossy
-from make import Hand, at_work, calm, drain_of, feed, hired, record, until
+from make import Hand, at_work, calm, drain_of, feed, hired, push, record, until
 from rig import Rig, policy
 
 from consumers.staleness import Limit
@@ -148,6 +148,23 @@ def test_the_cap_of_samples_in_flight_is_the_runs_and_holds_over_two_workers(rea
 
     real.do(go())
     assert sound(real)
+
+
+def test_what_a_worker_told_of_a_group_does_not_outlive_the_group(real: Rig) -> None:
+    real.trainer(in_flight=2)
+    feed(real, 9)
+    one, other = real.worker("w1"), real.worker("w2")
+    for end in (one.push, one.hand_back):
+        first, second = real.lease(one, 2)
+        real.lease(one, 0, spare=2)
+        if end == one.push:
+            push(real, one, first, 1)
+        else:
+            real.do(one.hand_back([first], "test"))
+        third = real.lease(other, 2)
+        assert len(third) == 1
+        real.do(other.hand_back(third, "test"))
+        real.do(one.hand_back([second], "test"))
 
 
 def test_a_workers_own_concurrency_bounds_it(real: Rig) -> None:

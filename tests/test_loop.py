@@ -157,7 +157,7 @@ def test_old_weights_are_deleted_but_for_those_that_workers_use(real: Rig, tmp_p
         run(loop)
     kept = {int(path.name) for path in (tmp_path / "weights").iterdir()}
     assert {2, 6, 7} <= kept
-    assert len(kept) <= 4
+    assert len(kept) <= 5  # another two where the quick worker is behind
 
 
 # -- the end of the data (BB-16)
@@ -287,7 +287,9 @@ def test_a_starved_run_ends_as_failed_and_keeps_what_it_trained(real: Rig, tmp_p
     with crew(real, quick), pytest.raises(Starved, match="0 prompts waiting"):
         train(real, tmp_path, save_interval=50, starve_timeout=0.5)
     assert status(real)[0] == "failed"
-    assert holds(real)["committed"] == 4
+    places = holds(real)
+    assert places["committed"] == 4
+    assert "taken" not in places
 
 
 # -- the whole way round
