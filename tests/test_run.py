@@ -299,7 +299,7 @@ def rewards(lines: list[dict[str, float]]) -> list[float]:
 
 
 def test_the_default_run_learns(tmp_path: Path) -> None:
-    """Five runs of 80 steps: 0.04 over the first five steps, 0.44 to 0.51 over the last five."""
+    """Of ten runs: 0.04 over the first five steps, 0.4 to 0.5 over the last five."""
     with Stage(tmp_path) as stage:
         said = stage.millpond("run", "--num-rollout", "80").ends(0, seconds=280)
         (out,) = (tmp_path / "runs").iterdir()
@@ -321,5 +321,5 @@ def test_the_default_run_learns_its_task(tmp_path: Path) -> None:
         (out,) = (tmp_path / "runs").iterdir()
     found = rewards(steps(out))
     assert found[0] < 0.2
-    assert max(fmean(found[i : i + 10]) for i in range(len(found) - 9)) > 0.95
-    assert fmean(found[-10:]) > 0.9
+    assert max(fmean(found[i : i + 10]) for i in range(len(found) - 9)) > 0.9
+    assert fmean(found[-10:]) > 0.8
