@@ -63,6 +63,20 @@ def test_a_ledger_knows_what_was_taken_published_or_committed_and_nothing_else()
     assert [id for id in range(30) if book.knows(id)] == [2, 3, 4, 17]
 
 
+def test_a_checkpoint_says_what_was_trained_dropped_and_dead_lettered_and_how_far_was_fed(real: Rig) -> None:
+    trainer, worker = real.trainer(), real.worker()
+    feed(real, 6)
+    leases = real.lease(worker, 4)
+    real.do(worker.drop(leases[1], "boring"))
+    real.do(worker.hand_back([leases[2]], "too_large", "bury"))
+    trainer.ledger = Ledger(taken={0: prompt(0)}, published={3: prompt(3)}, committed=bytearray(b"\0\x80"))
+    found = checkpoint.ledger_of(trainer.standing(), trainer.ledger)
+    marked = {name: [id for id in range(16) if get_bit(getattr(found, name), id)] for name in checkpoint.BITS}
+    assert marked == {"committed": [0, 3, 8], "dropped": [1], "dead": [2]}
+    assert found.cursor == 6
+    assert bytes(trainer.ledger.committed) == b"\0\x80"
+
+
 # -- on disk
 
 
