@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from rig import LIMIT, Rig, ids, message, policy, prompt_of, records
+from rig import LIMIT, Rig, agreed, ids, message, policy, prompt_of, records
 
 from pipeline.errors import Fenced, MillpondError, UsageError
 from pipeline.fenced import TrainerBroker
+from pipeline.replies import Lease
 from pipeline.types import Policy, Prompt
 
 # -- take
@@ -438,6 +439,66 @@ def test_a_fenced_take_leaves_a_list_that_grows_on(run: Rig) -> None:
 
 
 # -- who is woken
+
+
+def lost(run: Rig, trainer: TrainerBroker, leases: list[Lease]) -> None:
+    run.raw.lpop(run.keys["groups"])
+    trainer.check()
+
+
+def dies(run: Rig, trainer: TrainerBroker, leases: list[Lease]) -> None:
+    run.silence("w2")
+    run.reap()
+
+
+FREES: dict[str, Callable[[Rig, TrainerBroker, list[Lease]], Any]] = {
+    "recycle": lambda run, trainer, leases: trainer.recycle(run.take(trainer, 1), "stale"),
+    "drop by the trainer": lambda run, trainer, leases: trainer.recycle(run.take(trainer, 1), "last_batch", "drop"),
+    "hand back": lambda run, trainer, leases: run.do(run.new_worker("w2").hand_back(leases, "shutdown")),
+    "drop": lambda run, trainer, leases: run.do(run.new_worker("w2").drop(leases[0], "zero_std")),
+    "a lost group": lost,
+    "a dead worker": dies,
+}
+
+
+@pytest.mark.parametrize("bound", [3, 4])
+@pytest.mark.parametrize("verb", FREES)
+def test_room_is_announced_when_it_opens_and_not_while_it_is_there(run: Rig, verb: str, bound: int) -> None:
+    trainer = run.trainer(bound=3)
+    run.feeder(9)
+    run.queued(run.worker("w1"), 2)
+    leases = run.lease(run.worker("w2"), 1)
+    trainer.configure(agreed(bound=bound).model_dump_json())
+    listener = run.raw.pubsub()
+    listener.subscribe(run.keys["wake"])
+    listener.get_message(timeout=1)
+    FREES[verb](run, trainer, leases)
+    heard = [m["data"] for m in iter(lambda: listener.get_message(timeout=0.02), None)]
+    assert heard == ([] if bound == 4 else [b"room"])
+    listener.close()
+
+
+@pytest.mark.parametrize("verb", ["check", "reap", "recycle", "hand back"])
+def test_what_frees_nothing_announces_nothing(run: Rig, verb: str) -> None:
+    trainer = run.trainer(bound=2)
+    run.feeder(9)
+    worker = run.worker()
+    run.queued(worker, 2)
+    other = run.worker("w2")
+    listener = run.raw.pubsub()
+    listener.subscribe(run.keys["wake"])
+    listener.get_message(timeout=1)
+    if verb == "check":
+        trainer.check()
+    elif verb == "reap":
+        run.silence("w2")
+        run.reap()
+    elif verb == "recycle":
+        trainer.recycle([Prompt(7, 1, 0, "")], "stale")
+    else:
+        run.do(other.hand_back([Lease(Prompt(7, 1, 0, ""), "fresh", "7-7")], "shutdown"))
+    assert listener.get_message(timeout=0.02) is None
+    listener.close()
 
 
 def test_waiting_workers_are_told_of_room_space_prompts_and_versions_and_of_nothing_else(run: Rig) -> None:

@@ -456,7 +456,7 @@ class Protocol(RuleBasedStateMachine):
     # -- Redis
 
     @precondition(lambda self: self.calm > 8)
-    @rule(back=st.integers(0, 12), torn=st.sampled_from([0, 0, 1, 30]))
+    @rule(back=st.integers(0, 60), torn=st.sampled_from([0, 0, 1, 30]))
     def redis_is_killed_and_forgets(self, back: int, torn: int) -> None:
         """It comes back as it was some steps ago, perhaps with half a command at the end."""
         self.begin()
