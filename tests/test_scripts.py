@@ -72,7 +72,8 @@ def test_a_script_may_write_when_memory_is_full_unless_it_only_takes_and_reads_i
 
 @pytest.mark.parametrize("name", VERBS)
 def test_taking_comments_out_leaves_the_code_whole(name: str) -> None:
-    assert not re.search(r"'[^'\n]*--[^'\n]*'", (FOLDER / f"{name}.lua").read_text())
+    tokens = re.findall(r"'[^'\n]*'|--.*", (FOLDER / f"{name}.lua").read_text())
+    assert not any("--" in token for token in tokens if token.startswith("'"))
     assert "--" not in load(name).text
 
 
