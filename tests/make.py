@@ -24,10 +24,9 @@ from pipeline.leases import WorkerBroker
 from pipeline.modes import check, resolve_rollout
 from pipeline.replies import Lease
 from pipeline.types import ABORTED, COMPLETED, Group, Policy, Prompt, Sample, Sequence, Span
-from producers.dataset import Dataset
+from producers import feeder
 from producers.engines.base import Completion, Engine, Request
 from producers.engines.echo import EchoEngine
-from producers.feeder import Feeder
 from producers.filters import Filter
 from producers.generator import Generator
 from producers.group import Maker, seed_of
@@ -297,9 +296,8 @@ def feeding(rig: Rig, folder: Path, rows: int, epochs: int | None = 1) -> Iterat
     path.write_text("".join(f'{{"input": "p{n}"}}\n' for n in range(rows)))
     config = FeedConfig.model_validate({"prompt_data": path, "num_epoch": epochs})
     broker = rig.feeder()
-    source = Dataset.open(path, config.input_key, config.label_key, config.metadata_key)
     with ThreadPoolExecutor(1) as threads:
-        working = threads.submit(Feeder(source, config, broker).run, broker.stop)
+        working = threads.submit(feeder.main, config, broker, broker.stop)
         try:
             yield
         finally:
