@@ -103,14 +103,14 @@ class Broker:
         flat: list[Arg] = [x for pair in records.items() for x in pair]
         self.patiently(lambda: self.script("refeed", *flat))
 
-    def describe_data(self, rows: int, total: int | None, digest: str) -> None:
-        """What is being fed; UsageError if this run was fed from other data."""
-        mine = f"{rows} rows, sha256 {digest}"
+    def describe_data(self, rows: int | None, total: int | None, digest: str) -> None:
+        """What is being fed, None without end; UsageError if this run was fed from other data."""
+        mine = f"{rows or 'endless'} rows, sha256 {digest}"
         before = self.state().get("data", mine)
         if before != mine:
             raise UsageError(
                 f"run {self.keys.run} was fed from other data ({before}) than it would be now ({mine}): give the same "
-                "--prompt-data, keys, --rollout-shuffle and --rollout-seed, or another --run"
+                "--prompt-data or --task, keys, --rollout-shuffle and --rollout-seed, or another --run"
             )
         self.data = {"data": mine, "feed_total": "" if total is None else str(total)}
         self._describe()

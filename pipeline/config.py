@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import SecretStr
 
-from pipeline.sections import Data, Fraction, Positive, PositiveFloat, Rewards, Section, option
+from pipeline.sections import Data, Fraction, JsonMap, Positive, PositiveFloat, Rewards, Section, option
 from pipeline.urls import EngineUrl, EngineUrls, RedisUrl
 
 __all__ = ["Data", "Fraction", "Positive", "PositiveFloat", "Rewards", "Section", "option"]
@@ -50,6 +50,7 @@ class Rollout(Section):
     rollout_group_timeout: PositiveFloat = option(1800.0, "seconds from lease to push before a group is handed back")
     max_prompt_attempts: Positive = option(5, "strikes (the prompt's own faults) after which it is dead-lettered")
     apply_chat_template: bool = option(False, "render prompts with the tokenizer's chat template")
+    apply_chat_template_kwargs: JsonMap | None = option(None, "what the template is given besides, a JSON map")
 
 
 class Async(Section):
@@ -161,7 +162,8 @@ class Workers(Section):
 class FeedConfig(Connection, Data):
     """Feeds prompts from a file to a run."""
 
-    rollout_seed: int = option(42, "seed of shuffling", ge=0)
+    rollout_seed: int = option(42, "seed of shuffling and of tasks", ge=0)
+    rm_type: str | None = option(None, "the run's reward, if it is built in: rows are checked for what it needs")
 
 
 class GenerateConfig(Connection, Engines, Rewards):

@@ -116,6 +116,7 @@ def _idle_training(config: Trained) -> list[tuple[bool, str, tuple[str, ...]]]:
         (config.train_backend != "echo", "it belongs to --train-backend echo", ("echo_train_seconds",)),
         (config.train_backend == "echo", "--train-backend echo trains nothing", LEARNING),
         (config.save_interval == 0, "--save-interval 0 saves no checkpoints", ("save_keep",)),
+        (not config.apply_chat_template, "--apply-chat-template is off", ("apply_chat_template_kwargs",)),
         (config.num_epoch is None, "without --num-epoch the data has no last batch", ("drop_last",)),
     ]
 

@@ -15,6 +15,7 @@ from pipeline.flags import dump, parse
 from pipeline.join import RUNS
 from pipeline.keys import Keys
 from pipeline.modes import idle
+from pipeline.prompts import parts
 
 PRESET = "shift"
 "The job of a run that names neither a model nor prompts."
@@ -32,7 +33,7 @@ def resolve(argv: Sequence[str]) -> RunConfig:
         if "--config" not in argv:
             argv = ["--config", str(folder / "config.toml"), *argv]
         first = parse(RunConfig, argv, os.environ, "millpond run")
-    demo = first.hf_checkpoint is None and first.prompt_data is None
+    demo = first.hf_checkpoint is None and first.prompt_data is None and first.task is None
     config = parse(RunConfig, argv, os.environ, "millpond run", PRESET if demo else None)
     name = config.run or (folder.absolute().name if folder else time.strftime("run-%Y%m%d-%H%M%S"))
     _name(name, config)
@@ -44,8 +45,10 @@ def resolve(argv: Sequence[str]) -> RunConfig:
     given = config.model_fields_set
     values = {"run": name, "out": folder.absolute()}
     if demo:
-        values |= {"prompt_data": folder.absolute() / "prompts.jsonl"}
+        values |= {"prompt_data": str(folder.absolute() / "prompts.jsonl")}
         values |= {} if config.engine == "echo" else {"hf_checkpoint": folder.absolute() / "model"}
+    elif (config.task or "").startswith("reasoning_gym:") and not (config.rm_type or config.custom_rm_path):
+        values |= {"rm_type": "reasoning_gym"}
     filled = config.model_copy(update=values)
     filled.model_fields_set.intersection_update(given)
     return filled
@@ -71,13 +74,16 @@ def _name(name: str, config: RunConfig) -> None:
 
 
 def _complete(config: RunConfig) -> None:
-    if config.prompt_data is None:
-        raise UsageError("--hf-checkpoint is given and --prompt-data is not: a JSONL file of prompts is needed")
-    if not config.prompt_data.is_file():
-        raise UsageError(f"--prompt-data {config.prompt_data}: there is no such file")
+    if config.prompt_data is None and config.task is None:
+        raise UsageError("--hf-checkpoint is given and --prompt-data is not: a file of prompts is needed, or a --task")
+    if config.prompt_data is not None:
+        parts(config.prompt_data)
     needed = config.engine != "echo" or config.train_backend == "torch"
     if config.hf_checkpoint is None and needed:
-        raise UsageError("--prompt-data is given and --hf-checkpoint is not: a model folder is needed to train on them")
+        data = "--task" if config.prompt_data is None else "--prompt-data"
+        raise UsageError(
+            f"{data} is given and --hf-checkpoint is not: a model folder is needed to train on the prompts"
+        )
     if needed and not (config.hf_checkpoint or Path()).is_dir():
         raise UsageError(f"--hf-checkpoint {config.hf_checkpoint}: there is no such folder")
 
@@ -93,8 +99,8 @@ def make_folder(config: RunConfig) -> Path:
 def make_files(config: RunConfig, folder: Path) -> None:
     """The small model and its prompts, where the run is to make them; both at once."""
     jobs = []
-    if config.prompt_data == folder.absolute() / "prompts.jsonl":
-        jobs.append(f"from producers.demo import write_prompts as f; f(Path({str(config.prompt_data)!r}), 0)")
+    if config.prompt_data == str(folder.absolute() / "prompts.jsonl"):
+        jobs.append(f"from producers.demo import write_prompts as f; f(Path({config.prompt_data!r}), 0)")
     if config.hf_checkpoint == folder.absolute() / "model":
         jobs.append(f"from trainer.demo_model import make as f; f(Path({str(config.hf_checkpoint)!r}), {config.seed})")
     running = [subprocess.Popen([sys.executable, "-c", f"from pathlib import Path; {job}"]) for job in jobs]

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
+import os
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+TEMPLATE_OWN = {"conversation", "chat_template", "tools", "tokenize", "add_generation_prompt", "continue_final_message"}
+"Arguments of a chat template that are not the user's to give."
+
+
+def _json_map(text: str) -> str:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError('it must be a JSON map, like {"enable_thinking": false}')
+    if taken := TEMPLATE_OWN & value.keys():
+        raise ValueError(f"it must not have {', '.join(sorted(taken))}")
+    return text
+
 
 Positive = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+JsonMap = Annotated[str, AfterValidator(_json_map)]
+PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -23,10 +42,23 @@ class Section(BaseModel):
 class Data(Section):
     """Prompts"""
 
-    prompt_data: Path | None = option(None, "JSONL file of prompts")
-    input_key: str = option("input", "key of the prompt in a row: text, or a list of chat messages")
-    label_key: str = option("label", "key of the label")
-    metadata_key: str = option("metadata", "key of a map handed on to rewards and generate functions")
+    prompt_data: PathText | None = option(
+        None, "JSONL or Parquet; several with commas, globs, PATH:WEIGHT, PATH@[FROM:TO] for some of the rows"
+    )
+    task: str | None = option(None, "prompts without a file: reasoning_gym:NAME, or module.function")
+    input_key: str | None = option(
+        None,
+        "key of the prompt in a row, text or a list of chat messages; may have dots (default: the first there is of "
+        "input, prompt, question, messages, problem)",
+    )
+    label_key: str | None = option(
+        None,
+        "key of the label (default: the first there is of label, answer, ground_truth, reward_model.ground_truth)",
+    )
+    metadata_key: str | None = option(
+        None, "key of a map handed on to rewards and generate functions (default: metadata or extra_info)"
+    )
+    tool_key: str | None = option(None, "key of a list of tools for the chat template (default: tools)")
     rollout_shuffle: bool = option(False, "shuffle each epoch by --rollout-seed")
     num_epoch: Positive | None = option(None, "passes over the prompts; the smaller of steps and epochs ends the run")
     feed_low_water: Positive = option(512, "prompts kept waiting in the stream")

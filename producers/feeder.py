@@ -1,8 +1,8 @@
 """The feeder keeps the prompt stream fed: `millpond feed`.
 
-Consumes a prompt file and the cursor; waits while enough prompts wait; is unblocked by workers that use them up, and by
-a restore that names ids to be fed again; produces stream entries. It keeps no state: the cursor in Redis says where to
-go on, so any feeder of the same data continues for any other, and two at once feed nothing twice.
+Consumes prompts of a source and the cursor; waits while enough prompts wait; is unblocked by workers that use them up,
+and by a restore that names ids to be fed again; produces stream entries. It keeps no state: the cursor in Redis says
+where to go on, so any feeder of the same data continues for any other, and two at once feed nothing twice.
 
 The data ends after rows x --num-epoch prompts; whether the run ends then, or earlier by its steps, is the trainer's to
 say. The feeder stays until the run no longer needs prompts, because ids may still have to be fed again.
@@ -18,7 +18,8 @@ from typing import Protocol
 
 from pipeline.config import FeedConfig
 from pipeline.errors import UsageError
-from producers.dataset import Dataset, row_of
+from producers.dataset import row_of
+from producers.sources import Source, open_source
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +47,8 @@ class FeedBroker(Protocol):
 
     def refeed(self, records: dict[int, str]) -> None: ...
 
-    def describe_data(self, rows: int, total: int | None, digest: str) -> None:
-        """UsageError when the run was fed from other data; `total` None is without end."""
+    def describe_data(self, rows: int | None, total: int | None, digest: str) -> None:
+        """UsageError when the run was fed from other data; None is without end."""
         ...
 
     def stopping(self) -> bool:
@@ -56,23 +57,26 @@ class FeedBroker(Protocol):
 
 
 class Feeder:
-    def __init__(self, dataset: Dataset, config: FeedConfig, broker: FeedBroker) -> None:
-        self.dataset = dataset
+    def __init__(self, source: Source, config: FeedConfig, broker: FeedBroker) -> None:
+        self.source = source
         self.config = config
         self.broker = broker
-        self.total = len(dataset) * config.num_epoch if config.num_epoch else None
+        self.total = source.rows * config.num_epoch if source.rows and config.num_epoch else None
         "Prompts of the whole run; None is without end."
 
     @property
     def digest(self) -> str:
-        """Two runs with equal digests give each id the same record: same file, keys, and order."""
-        order = ["shuffled", self.config.rollout_seed] if self.config.rollout_shuffle else ["as in the file"]
-        return hashlib.sha256(json.dumps([self.dataset.digest, self.dataset.keys, order]).encode()).hexdigest()
+        """Two runs with equal digests give each id the same record: same source, keys, and order."""
+        config = self.config
+        keys = [config.input_key, config.label_key, config.metadata_key, config.tool_key]
+        order = ["shuffled", config.rollout_seed] if config.rollout_shuffle else ["as in the file"]
+        return hashlib.sha256(json.dumps([self.source.digest, keys, order]).encode()).hexdigest()
 
     def run(self, stop: threading.Event) -> None:
         """Feed until `stop` is set or the run is stopping."""
-        self.broker.describe_data(len(self.dataset), self.total, self.digest)
-        log.info("feeding rows=%d total=%s from=%d", len(self.dataset), self.total or "endless", self.broker.cursor())
+        rows = self.source.rows
+        self.broker.describe_data(rows, self.total, self.digest)
+        log.info("feeding rows=%s total=%s from=%d", rows, self.total or "endless", self.broker.cursor())
         pause = FIRST_PAUSE
         while not stop.is_set() and not self.broker.stopping():
             if self._refeed() or self._top_up(stop):
@@ -104,14 +108,18 @@ class Feeder:
         return cursor > start
 
     def _records(self, ids: range | list[int]) -> list[str]:
-        config, rows = self.config, len(self.dataset)
-        return self.dataset.records(row_of(id, config.rollout_seed, rows, config.rollout_shuffle) for id in ids)
+        config, rows = self.config, self.source.rows
+        if rows is None:
+            return self.source.records(ids)
+        order = [row_of(id, config.rollout_seed, rows, config.rollout_shuffle) for id in ids]
+        return self.source.records(id // rows * rows + row for id, row in zip(ids, order, strict=True))
 
 
 def main(config: FeedConfig, broker: FeedBroker, stop: threading.Event) -> int:
     """`millpond feed`: checks every row before it touches Redis. Returns the exit code."""
-    if config.prompt_data is None:
-        raise UsageError("--prompt-data is missing: a JSONL file of prompts")
-    dataset = Dataset.open(config.prompt_data, config.input_key, config.label_key, config.metadata_key)
-    Feeder(dataset, config, broker).run(stop)
+    source = open_source(config)
+    if source.rows is None and (config.num_epoch or config.rollout_shuffle):
+        flag = "--num-epoch" if config.num_epoch else "--rollout-shuffle"
+        raise UsageError(f"{flag}: --task {config.task} has no end; bound the run with --num-rollout")
+    Feeder(source, config, broker).run(stop)
     return 0

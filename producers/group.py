@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -81,11 +83,16 @@ class Maker:
         return Group(prompt, tuple(scored), self.worker, time.monotonic() - began)
 
     def _render(self, prompt: Prompt) -> Tokens:
-        tokens = self.tokenizer.encode(prompt.fields["prompt"], self.rules.apply_chat_template)
+        tokens = self.tokenizer.encode(prompt.fields["prompt"], self.rules.apply_chat_template, self._variables(prompt))
         longest = self.rules.rollout_max_prompt_len
         if longest is not None and len(tokens) > longest:
             raise RequestRefused(f"prompt {prompt.id} has {len(tokens)} tokens, --rollout-max-prompt-len is {longest}")
         return tokens
+
+    def _variables(self, prompt: Prompt) -> dict[str, Any]:
+        """What the chat template is given besides the messages."""
+        tools = prompt.fields["metadata"].get("tools")
+        return {**json.loads(self.rules.apply_chat_template_kwargs or "{}"), **({"tools": tools} if tools else {})}
 
     async def _sample(
         self, prompt: Prompt, tokens: Tokens, index: int, progress: Progress, poke: asyncio.Event

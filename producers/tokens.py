@@ -7,6 +7,7 @@ both. Text that spells a control marker (`<|im_end|>`) becomes that control toke
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
@@ -17,14 +18,17 @@ from pipeline.errors import RequestRefused, UsageError
 from pipeline.types import Tokens
 
 Messages = list[dict[str, Any]]
+Variables = Mapping[str, Any]
+NONE: Variables = {}
 
 
 class Tokenizer(Protocol):
     stop_token_ids: tuple[int, ...]
     "an answer ends with the first of these"
 
-    def encode(self, prompt: str | Messages, chat_template: bool) -> Tokens:
-        """int32 [P]. With `chat_template` text is one user turn; an assistant's last turn is continued.
+    def encode(self, prompt: str | Messages, chat_template: bool, more: Variables = NONE) -> Tokens:
+        """int32 [P]. With `chat_template` text is one user turn; an assistant's last turn is continued; the template is
+        given `more`, tools and what --apply-chat-template-kwargs says.
 
         UsageError where the prompt's kind and the flag or the tokenizer do not go together, RequestRefused where this
         one prompt cannot be encoded.
@@ -60,10 +64,10 @@ class HFTokenizer:
         self._path, self._lock = path, Lock()
         self.stop_token_ids = _stop_token_ids(path, self._tokenizer.eos_token_id)
 
-    def encode(self, prompt: str | Messages, chat_template: bool) -> Tokens:
+    def encode(self, prompt: str | Messages, chat_template: bool, more: Variables = NONE) -> Tokens:
         messages = as_messages(prompt, chat_template)
         with self._lock:
-            text = prompt if messages is None else self._render(messages)
+            text = prompt if messages is None else self._render(messages, more)
             try:
                 str(text).encode()
             except UnicodeEncodeError as error:
@@ -71,7 +75,7 @@ class HFTokenizer:
             ids = self._tokenizer.encode(text, add_special_tokens=messages is None, verbose=False)
         return np.array(ids, np.int32)
 
-    def _render(self, messages: Messages) -> str:
+    def _render(self, messages: Messages, more: Variables) -> str:
         from jinja2 import TemplateError
 
         if not self._tokenizer.chat_template:
@@ -82,7 +86,7 @@ class HFTokenizer:
         ends = bool(messages) and messages[-1].get("role") == "assistant"
         try:
             text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=not ends, continue_final_message=ends
+                messages, tokenize=False, add_generation_prompt=not ends, continue_final_message=ends, **more
             )
         except (TemplateError, ValueError) as error:
             raise RequestRefused(f"the chat template refuses the prompt: {error}") from error
@@ -110,7 +114,7 @@ class ByteTokenizer:
 
     stop_token_ids: tuple[int, ...] = (0,)
 
-    def encode(self, prompt: str | Messages, chat_template: bool) -> Tokens:
+    def encode(self, prompt: str | Messages, chat_template: bool, more: Variables = NONE) -> Tokens:
         messages = as_messages(prompt, chat_template)
         if messages is None:
             text = str(prompt)

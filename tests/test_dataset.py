@@ -14,6 +14,7 @@ import pytest
 from pipeline.errors import UsageError
 from producers.dataset import Dataset, order, row_of
 from producers.demo import write_prompts
+from producers.rows import RowKeys
 
 GOOD = '{"input": "1+1=", "label": "2"}'
 
@@ -21,7 +22,7 @@ GOOD = '{"input": "1+1=", "label": "2"}'
 def load(path: Path, content: str | bytes) -> Dataset:
     path = path / "data.jsonl"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return Dataset.open(path, "input", "label", "metadata")
+    return Dataset.open(path)
 
 
 def records(dataset: Dataset) -> list[Any]:
@@ -48,7 +49,7 @@ def test_a_missing_label_is_null_and_missing_metadata_an_empty_map(tmp_path: Pat
 def test_keys_can_be_named(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text('{"question": "q", "answer": 1.5, "extra": {"a": 1}}')
-    dataset = Dataset.open(path, "question", "answer", "extra")
+    dataset = Dataset.open(path, RowKeys("question", "answer", "extra"))
     assert records(dataset) == [{"prompt": "q", "label": 1.5, "metadata": {"a": 1}}]
 
 
@@ -154,7 +155,7 @@ def test_the_first_ten_bad_rows_are_named_and_all_are_counted(tmp_path: Path) ->
         (GOOD.encode("utf-16"), "UTF-16: convert it"),
         (GOOD.encode("utf-16-le"), "UTF-16: convert it"),
         (GOOD.encode("utf-16-be"), "UTF-16: convert it"),
-        (b"PAR1....", "this is Parquet"),
+        (b"PAR1....", "not to be read as Parquet"),
         (b"", "no rows"),
         (b"\xef\xbb\xbf \r\n\n", "no rows"),
     ],
@@ -168,7 +169,7 @@ def test_other_formats_and_empty_files_are_refused(tmp_path: Path, content: byte
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     for path, problem in ((tmp_path / "none.jsonl", "No such file"), (tmp_path, "not a file")):
         with pytest.raises(UsageError, match=f"--prompt-data {path}: {problem}"):
-            Dataset.open(path, "input", "label", "metadata")
+            Dataset.open(path)
 
 
 def test_a_file_that_changes_under_way_is_refused(tmp_path: Path) -> None:
@@ -210,7 +211,7 @@ def test_demo_prompts_are_the_same_for_a_seed_and_written_once(tmp_path: Path) -
     assert os.listdir(one.parent) == ["p.jsonl"]
     write_prompts(one, 2, 100)
     assert one.read_bytes() == two.read_bytes()
-    found = records(Dataset.open(one, "input", "label", "metadata"))
+    found = records(Dataset.open(one))
     assert len({r["prompt"] for r in found}) == 100
     for r in found:
         digits = r["prompt"].removeprefix("A:").removesuffix("=")

@@ -252,7 +252,8 @@ def test_a_stop_signal_ends_it_between_two_calls(tmp_path: Path) -> None:
 def test_bad_rows_are_refused_before_anything_is_fed(tmp_path: Path) -> None:
     memory, settings = Memory(), config(tmp_path, 300)
     assert settings.prompt_data is not None
-    settings.prompt_data.write_text(settings.prompt_data.read_text() + "{}\n")
+    path = Path(settings.prompt_data)
+    path.write_text(path.read_text() + "{}\n")
     with pytest.raises(UsageError, match=r"data.jsonl:301: no key 'input'"):
         feeder.main(settings, memory, Clock())
     with pytest.raises(UsageError, match="--prompt-data is missing"):

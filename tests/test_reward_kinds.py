@@ -265,10 +265,10 @@ def test_rows_that_name_a_source_have_its_reward() -> None:
 @pytest.mark.parametrize(
     ("rm_type", "metadata", "problem"),
     [
-        ("row", {}, "row: prompt 7 names no reward"),
-        ("row", {"data_source": "mine"}, "metadata.data_source is none of openai/gsm8k"),
-        ("length", {"rm_type": "lenght"}, "prompt 7: metadata.rm_type is 'lenght': there are .* did you mean length"),
-        ("length", {"rm_type": "no.such.path"}, "prompt 7: metadata.rm_type is 'no.such.path': there are"),
+        ("row", {}, "prompt 7: --rm-type row, and the row names no reward"),
+        ("row", {"data_source": "mine"}, "its data_source is none of openai/gsm8k"),
+        ("length", {"rm_type": "lenght"}, "prompt 7: 'lenght': there are .* did you mean length"),
+        ("length", {"rm_type": "no.such.path"}, "prompt 7: 'no.such.path': there are"),
     ],
 )
 def test_a_row_without_a_reward_is_named(rm_type: str, metadata: dict[str, Any], problem: str) -> None:

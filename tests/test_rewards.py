@@ -263,7 +263,7 @@ def test_a_bare_next_is_an_error_and_no_endless_wait() -> None:
             False,
             "random, reasoning_gym, remote_rm, row; did you mean exact?",
         ),
-        ({"rm_type": "mat,exact"}, False, "--rm-type 'mat,exact': there are math, gsm8k,"),
+        ({"rm_type": "mat,exact"}, False, "--rm-type: 'mat,exact': there are math, gsm8k,"),
         ({"rm_type": "exact:x"}, False, "the weight 'x' of exact is no number"),
         ({"rm_type": "exact:0.5,length:nan"}, False, "the weight 'nan' of length is no number"),
         ({"rm_type": "exact,exact:2"}, False, "a reward stands in it twice"),

@@ -234,7 +234,7 @@ MISTAKES = {
     ),
     "a model without prompts": (
         ["--hf-checkpoint", ".", "--rm-type", "random"],
-        "--hf-checkpoint is given and --prompt-data is not: a JSONL file of prompts is needed",
+        "--hf-checkpoint is given and --prompt-data is not: a file of prompts is needed, or a --task",
     ),
     "a name that is none": (
         ["--run", "my run", "--num-rollout", "3"],

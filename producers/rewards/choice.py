@@ -30,12 +30,28 @@ def parse(text: str) -> list[tuple[str, float]]:
         if name.removeprefix(BOXED) not in BUILT_IN and name != REMOTE:
             near = difflib.get_close_matches(name, [*BUILT_IN, REMOTE, ROW], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"there are {', '.join([*BUILT_IN, REMOTE, ROW])}{hint}")
+            raise ValueError(f"{text!r}: there are {', '.join([*BUILT_IN, REMOTE, ROW])}{hint}")
         if not _is_number(weight):
-            raise ValueError(f"the weight {weight!r} of {name} is no number; write NAME:WEIGHT,NAME:WEIGHT")
+            raise ValueError(f"{text!r}: the weight {weight!r} of {name} is no number; write NAME:WEIGHT,NAME:WEIGHT")
     if len({name for name, _ in found}) < len(found):
-        raise ValueError("a reward stands in it twice")
+        raise ValueError(f"{text!r}: a reward stands in it twice")
     return [(name, float(weight)) for name, weight in found]
+
+
+def chosen(run: str, own: object, source: object) -> str:
+    """The reward of a row: its own, else the run's --rm-type, else that of its source. ValueError: there is none."""
+    if isinstance(own, str) and own.strip():
+        return own.strip()
+    if run != ROW:
+        return run
+    name = source if isinstance(source, str) else ""
+    found = SOURCES.get("aime" if name.startswith("aime") else name)
+    if found is None:
+        raise ValueError(
+            "--rm-type row, and the row names no reward: no metadata.rm_type, and its data_source is none of "
+            + ", ".join(SOURCES)
+        )
+    return found
 
 
 def _is_number(text: str) -> bool:

@@ -14,7 +14,7 @@ from pipeline.config import Rewards
 from pipeline.errors import RewardError, UsageError
 from producers.rewards.base import RewardInput, Scorer
 from producers.rewards.built_in import BuiltIn
-from producers.rewards.choice import REMOTE, ROW, SOURCES, parse
+from producers.rewards.choice import REMOTE, ROW, chosen, parse
 from producers.rewards.forked import Limits
 from producers.rewards.graders import Graders
 from producers.rewards.remote import Remote
@@ -84,7 +84,7 @@ class ByRow:
             except UsageError:
                 raise
             except ValueError as error:
-                raise UsageError(f"--rm-type {text!r}: {error}") from None
+                raise UsageError(f"--rm-type: {error}") from None
 
     async def test(self) -> None:
         """Has the run's own reward grade known answers."""
@@ -92,14 +92,15 @@ class ByRow:
             await self._prepare(self.text)
 
     async def score_group(self, inputs: Sequence[RewardInput]) -> list[float | None]:
-        name = self._name(inputs[0])
-        if name not in self.ready:
-            try:
+        metadata = inputs[0].metadata
+        try:
+            name = chosen(self.text, metadata.get("rm_type"), metadata.get("data_source"))
+            if name not in self.ready:
                 await self._prepare(name)
-            except UsageError:
-                raise
-            except ValueError as error:
-                raise RewardError(f"prompt {inputs[0].prompt_id}: metadata.rm_type is {name!r}: {error}") from None
+        except UsageError:
+            raise
+        except ValueError as error:
+            raise RewardError(f"prompt {inputs[0].prompt_id}: {error}") from None
         return await self.ready[name].score_group(inputs)
 
     async def _prepare(self, name: str) -> None:
@@ -109,18 +110,3 @@ class ByRow:
                 for part, _ in parse(name):
                     await self_test(part, BuiltIn(part, self.kinds.graders))
                 self.ready[name] = scorer
-
-    def _name(self, given: RewardInput) -> str:
-        named = given.metadata.get("rm_type")
-        if isinstance(named, str) and named.strip():
-            return named.strip()
-        source = str(given.metadata.get("data_source"))
-        found = SOURCES.get("aime" if source.startswith("aime") else source)
-        if self.text != ROW:
-            return self.text
-        if found is None:
-            raise RewardError(
-                f"--rm-type row: prompt {given.prompt_id} names no reward: no metadata.rm_type, and its "
-                f"metadata.data_source is none of {', '.join(SOURCES)}"
-            )
-        return found
