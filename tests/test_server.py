@@ -17,12 +17,11 @@ import redis.asyncio
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-import pipeline
 from pipeline import tether
 from pipeline.errors import ServerError
 from pipeline.server import EmbeddedServer, cli_line, find_server, locate, masked
 
-ROOT = str(Path(pipeline.__file__).parents[1])
+ROOT = str(Path(__file__).parents[1])
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
