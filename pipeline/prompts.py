@@ -52,7 +52,7 @@ def _terms(text: str) -> list[str]:
 
 
 def _files(term: str) -> list[Part]:
-    if Path(term).exists():
+    if term and Path(term).exists():
         return [Part(Path(term))]
     match = _TERM.fullmatch(term)
     if match is None or not match["path"]:
