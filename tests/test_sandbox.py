@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from producers.rewards.frames import HEAD, LARGEST, Frames, length, pack
 from producers.rewards.sandbox import Sandbox
 from producers.rewards.self_test import KNOWN, self_test
 
+ROOT = Path(__file__).parents[1]
 POWER_TOWER = "9^{9^{9^{9}}}"
 
 
@@ -129,10 +132,49 @@ def test_a_host_that_dies_is_started_again_and_what_it_had_is_graded_once_more()
     run(work, seconds=20.0)
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
+def test_a_host_and_what_it_grades_end_with_the_generator_however_that_ends() -> None:
+    program = """
+import asyncio
+from producers.rewards.forked import Limits
+from producers.rewards.sandbox import Sandbox
+async def main():
+    made = Sandbox("probe", 1, Limits(1000.0, 1 << 28))
+    print(int(await made.grade(act="pid")), flush=True)
+    await made.grade(act="spin")
+asyncio.run(main())
+"""
+    generator = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE)
+    with generator, generator.stdout or nullcontext() as said:
+        grader = int(said.readline())  # type: ignore[union-attr]
+        (host,) = children(generator.pid)
+        assert children(host) == [grader]
+        generator.kill()
+    deadline = time.monotonic() + 20
+    while (alive(host) or alive(grader)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(host)
+    assert not alive(grader)
+
+
 def test_a_host_that_keeps_dying_is_an_error_and_no_endless_wait() -> None:
     async def work(made: Sandbox) -> None:
-        with pytest.raises(RewardError, match="nonsense"):
+        for _ in range(5):
+            await made.start()
+            (host,) = children(os.getpid())
+            os.kill(host, signal.SIGKILL)
+            while await asyncio.to_thread(alive, host):  # noqa: ASYNC110 (a process)
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+        with pytest.raises(RewardError, match="probe: the grading host died 5 times without one result"):
             await made.grade(act="give")
+
+    run(work)
+
+
+def test_a_grader_that_is_none_is_refused() -> None:
+    async def work(made: Sandbox) -> None:
+        await made.start()
 
     with pytest.raises(UsageError, match="there is no grader 'nonsense'"):
         run(work, grader="nonsense")
