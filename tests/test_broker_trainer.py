@@ -513,8 +513,9 @@ def test_waiting_workers_are_told_of_room_space_prompts_and_versions_and_of_noth
 
     feeder, worker = run.feeder(), run.worker()
     assert heard(lambda: feeder.feed(0, records(0, 2))) == [b"prompts"]
-    assert heard(lambda: feeder.feed(2, records(2, 8))) == []
+    assert heard(lambda: feeder.feed(2, records(2, 1))) == []
     a, b, c = run.lease(worker, 3)
+    assert heard(lambda: feeder.feed(3, records(3, 8))) == [b"prompts"]
     assert heard(lambda: run.push(worker, [a, b])) == []
     assert heard(lambda: trainer.take(1, block=False)) == [b"space"]
     assert heard(lambda: run.do(worker.hand_back([b], "stale"))) == [b"room"]
