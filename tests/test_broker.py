@@ -123,7 +123,23 @@ def test_finished_samples_of_unfinished_groups_are_counted_over_all_workers(run:
     assert len(run.lease(one, 9, spare=2)) == 1
     assert len(run.lease(one, 9, spare=3)) == 1
     run.do(one.heartbeat({}, 0))
-    assert run.lease(other, 9, spare=1) == []
+    assert run.lease(other, 9, spare=3) == []
+
+
+@pytest.mark.parametrize("verb", ["push", "hand back", "drop"])
+def test_finished_samples_of_a_group_that_ended_are_counted_no_longer(run: Rig, verb: str) -> None:
+    run.trainer(bound=100, in_flight=1)
+    run.feeder(20)
+    one, other = run.worker("w1"), run.worker("w2")
+    (lease,) = run.lease(one, 1)
+    run.do(one.heartbeat({}, 6))
+    run.do(other.hand_back([lease], "not its own"))
+    assert run.raw.hget(run.keys["workers:spare"], "w1") == b"6"
+    if verb == "push":
+        run.push(one, [lease])
+    else:
+        run.do(one.hand_back([lease], "reason", "drop" if verb == "drop" else "none"))
+    assert len(run.lease(other, 9)) == 1
 
 
 def test_a_lease_says_why_there_is_nothing(run: Rig) -> None:
@@ -151,12 +167,14 @@ def test_a_lease_carries_the_weight_version_of_the_same_instant(run: Rig) -> Non
     assert run.do(worker.lease(1, 0)).version == 5
 
 
-def test_a_lease_is_a_sign_of_life(run: Rig) -> None:
+def test_leases_and_heartbeats_are_signs_of_life(run: Rig) -> None:
     run.trainer()
-    worker = run.worker()
-    run.silence("w1")
-    run.lease(worker, 1)
-    assert run.reap() == []
+    one, other = run.worker("w1"), run.worker("w2")
+    for worker in (one, other, run.worker("w3")):
+        run.silence(worker.worker)
+    run.lease(one, 1)
+    run.do(other.heartbeat({}, 0))
+    assert run.reap() == ["w3"]
 
 
 def test_a_lost_reply_to_lease_is_found_in_what_redis_says_the_worker_holds(run: Rig) -> None:
