@@ -302,3 +302,51 @@ def test_a_missing_package_ends_the_worker_with_what_to_install(monkeypatch: pyt
     monkeypatch.delitem(sys.modules, "producers.rewards.symbolic", raising=False)
     with pytest.raises(UsageError, match=r"pip install 'millpond\[math\]'"):
         grade.load("math")
+
+
+LONG = 200_000
+NASTY = [
+    *(
+        "answer" + " " * LONG,
+        "#### " + " " * LONG + "$" + " " * LONG,
+        "<answer>" * (LONG // 8),
+        "[" * LONG,
+        "." * LONG + "a",
+    ),
+    *(
+        "*a" * (LONG // 2),
+        "P " * (LONG // 2),
+        "A-" + "-" * LONG,
+        r"\boxed{" * (LONG // 7),
+        "<think>" * (LONG // 7),
+        "the " * LONG,
+    ),
+    *("answer: " * (LONG // 8), "a,\n" * (LONG // 3), "é" * LONG, "####" * (LONG // 4), "*" * LONG, "<<" * (LONG // 2)),
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name != "reasoning_gym"])
+def test_the_event_loop_is_not_held_up_by_what_a_model_writes(name: str) -> None:
+    """Time grows with the length of a response, not with its square: that would be minutes here."""
+    asked = {
+        "keywords": ["a"],
+        "forbidden_words": ["a"],
+        "keyword": "a",
+        "frequency": 1,
+        "letter": "a",
+        "end_phrase": "x",
+    }
+    asked |= {"let_frequency": 1, "num_words": 1, "num_sentences": 1, "num_paragraphs": 1, "nth_paragraph": 1}
+    asked |= {"first_word": "a", "num_placeholders": 1, "postscript_marker": "P.S.", "num_bullets": 1}
+    asked |= {
+        "num_highlights": 1,
+        "section_spliter": "S",
+        "num_sections": 1,
+        "prompt_to_repeat": "a",
+        "capital_frequency": 1,
+    }
+    metadata = {"instruction_id_list": list(CHECKS), "kwargs": [asked] * len(CHECKS)}
+    for text in NASTY:
+        BUILT_IN[name](given(f"</think>{text}", "A", **metadata))
+        BUILT_IN[name](given(rf"</think>{text} \boxed{{{text}", "A", **metadata))

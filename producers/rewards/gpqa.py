@@ -13,7 +13,7 @@ from pipeline.errors import RewardError
 from producers.rewards.answer import after_thinking, last_box, plain_text
 from producers.rewards.base import RewardInput
 
-_SAID = re.compile(r"(?i:answer|option|choice)\s*(?:(?i:is)|:|\*)*\s*[(\[*\"']*([A-Z])\b")
+_SAID = re.compile(r"(?i:answer|option|choice)(?:[\s:*(\[\"']|(?i:is\b))*+([A-Z])\b")
 _ALONE = re.compile(r"(?<![\w'])([A-Z])(?![\w'])")
 
 

@@ -11,7 +11,7 @@ from producers.rewards.answer import after_thinking, solution, tidy
 from producers.rewards.base import RewardInput
 from producers.rewards.math import number
 
-_ANSWER = re.compile(r"####\s*\$?\s*([-+]?[\d.,]+)")
+_ANSWER = re.compile(r"####\s*+(?:\$\s*+)?([-+]?[\d.,]+)")
 
 
 def gsm8k(given: RewardInput) -> float:

@@ -30,6 +30,8 @@ TRIES = (0.03, 0.5)
 NICE = (0, 5, 10)
 PATIENCE = 5
 "Seconds of wall time for each of processor time, and one more: the machine has other things to do."
+BEHIND = 1.0
+"Seconds that a grading waits at most for those in lanes before its own."
 TURNS = 500
 "Gradings after which a grader is replaced, so that caches do not grow for ever."
 
@@ -40,6 +42,8 @@ class Item:
 
     id: int
     arguments: dict[str, Any]
+    since: float = 0.0
+    "when it came to the lane it waits in"
 
 
 @dataclass(eq=False)
@@ -91,9 +95,7 @@ class Host:
                     self._end(lane, grader)
 
     def _turn(self) -> bool:
-        for lane in self.lanes:
-            while lane.waiting and (grader := self._idle(lane)):
-                self._give(lane, grader, lane.waiting.popleft())
+        self._hand_out()
         ready = {key.fd for key, _ in self.selector.select(self._pause())}
         if self.link.fileno() in ready and not self._hear():
             return False
@@ -106,9 +108,20 @@ class Host:
                     self._end(lane, grader)
         return True
 
+    def _hand_out(self) -> None:
+        """Lanes in their order; while some wait in one, those after it are given nothing for a while."""
+        busy = False
+        for lane in self.lanes:
+            ripe = time.monotonic() - (BEHIND if busy else 0)
+            while lane.waiting and lane.waiting[0].since <= ripe and (grader := self._idle(lane)):
+                self._give(lane, grader, lane.waiting.popleft())
+            busy = busy or bool(lane.waiting)
+
     def _pause(self) -> float | None:
-        deadlines = [grader.deadline for lane in self.lanes for grader in lane.graders if grader.item]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        """Seconds until somebody's time is over, or somebody has waited long enough behind others."""
+        times = [grader.deadline for lane in self.lanes for grader in lane.graders if grader.item]
+        times += [lane.waiting[0].since + BEHIND for lane in self.lanes[1:] if lane.waiting]
+        return max(0.01, min(times) - time.monotonic()) if times else None
 
     def _hear(self) -> bool:
         piece = self.link.recv(1 << 16)
@@ -174,6 +187,7 @@ class Host:
         if lane is self.lanes[-1]:
             self._done(grader, {"score": None, "why": why})
         elif grader.item is not None:
+            grader.item.since = time.monotonic()
             self.lanes[self.lanes.index(lane) + 1].waiting.append(grader.item)
 
     def _done(self, grader: Grader, result: dict[str, Any]) -> None:

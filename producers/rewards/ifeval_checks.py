@@ -32,7 +32,7 @@ def _capitals(text: str) -> int:
 
 
 def _sentences(text: str) -> int:
-    return len([part for part in re.split(r"[.!?]+(?:[\"')\]]*)(?:\s+|$)", text) if part.strip()])
+    return len([part for part in re.split(r"(?<![.!?])[.!?]++[\"')\]]*+(?:\s+|$)", text) if part.strip()])
 
 
 def _paragraphs(text: str, mark: str) -> list[str]:
@@ -103,7 +103,7 @@ CHECKS: dict[str, Callable[[str, Arguments], bool]] = {
     "length_constraints:number_paragraphs": _number_paragraphs,
     "length_constraints:nth_paragraph_first_word": _first_word,
     "detectable_content:number_placeholders": lambda text, a: (
-        len(re.findall(r"\[[^\]]*\]", text)) >= int(a["num_placeholders"])
+        len(re.findall(r"\[[^\[\]]*\]", text)) >= int(a["num_placeholders"])
     ),
     "detectable_content:postscript": _postscript,
     "detectable_format:number_bullet_lists": lambda text, a: (

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 from pipeline.errors import RewardError
 from producers.rewards.answer import after_thinking, last_box
 from producers.rewards.base import Grading, RewardInput
-
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def reasoning_gym(given: RewardInput) -> Grading:
@@ -20,6 +16,7 @@ def reasoning_gym(given: RewardInput) -> Grading:
             "--task reasoning_gym:NAME, or choose another --rm-type"
         )
     text = after_thinking(given.response)
-    tagged = _TAGGED.findall(text)
-    answer = tagged[-1] if tagged else last_box(text)
+    head, closed, _ = text.rpartition("</answer>")
+    _, tagged, inside = head.rpartition("<answer>")
+    answer = inside if closed and tagged else last_box(text)
     return Grading("reasoning_gym", {**item, "answer": (text if answer is None else answer).strip()})
