@@ -80,8 +80,8 @@ def check(config: Section) -> list[str]:
         refusals += [*_refused(config), *_modes(config), *_training(config), *_going_on(config)]
     if isinstance(config, GenerateConfig | RunConfig) and config.rm_type is None and config.custom_rm_path is None:
         refusals.append("no reward: choose one with --rm-type or --custom-rm-path")
-    if isinstance(config, Engines) and config.engine == "sglang":
-        refusals += [*_sglang(config)]
+    if isinstance(config, Engines):
+        refusals += [*_engines(config)]
     if refusals:
         raise UsageError("\n".join(refusals))
     return [*_warnings(config)] if isinstance(config, TrainConfig | RunConfig) else []
@@ -157,14 +157,13 @@ def _modes(config: Trained) -> Iterator[str]:
         yield str(error)
 
 
-def _sglang(config: Engines) -> Iterator[str]:
-    if config.engine_url is None:
+def _engines(config: Engines) -> Iterator[str]:
+    if isinstance(config, RunConfig) and config.engine == "local" and config.train_backend == "echo":
+        yield "--train-backend echo publishes no weights, and --engine local cannot sample without; use --engine echo"
+    if config.engine == "sglang" and config.engine_url is None:
         yield "--engine sglang needs --engine-url: the servers it drives, such as http://localhost:30000"
-    if isinstance(config, RunConfig) and config.generators > 1:
-        yield (
-            f"--generators {config.generators} would each load weights into the same engines; one drives all that "
-            "--engine-url names, and more workers, each with engines of its own, come by `millpond generate`"
-        )
+    if config.engine == "sglang" and isinstance(config, RunConfig) and config.generators > 1:
+        yield f"--generators {config.generators} would each load weights into the same engines; one drives them all"
 
 
 def _training(config: Trained) -> Iterator[str]:

@@ -25,11 +25,11 @@ from pipeline.config import RunConfig
 from pipeline.connect import verify
 from pipeline.errors import MillpondError, RunExists, Stopped, UsageError
 from pipeline.keys import Keys
-from pipeline.log import setup
+from pipeline.log import mask, setup
 from pipeline.modes import check
 from pipeline.plan import make_files, make_folder, resolve, write_config
 from pipeline.progress import Progress, Tail
-from pipeline.server import EmbeddedServer, cli_line, masked
+from pipeline.server import EmbeddedServer, cli_line
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     setup("run", folder, terminal=False)
     make_files(config, folder)
     if mine:
-        sys.stdout.write(f"Redis: {masked(config.redis_url or '')}\n")
+        sys.stdout.write(f"Redis: {mask(config.redis_url or '')}\n")
         return Supervisor(config, folder, mine, config.redis_url or "", None).run()
     with EmbeddedServer(folder / "redis", config.redis_durability) as server:
         sys.stdout.write(f"Redis: {cli_line(folder / 'redis')}\n")

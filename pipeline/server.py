@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -23,7 +22,7 @@ from pipeline import redis_folder, tether
 from pipeline.errors import ServerError
 from pipeline.redis_folder import Access, locate
 
-__all__ = ["EmbeddedServer", "cli_line", "find_server", "locate", "masked"]
+__all__ = ["EmbeddedServer", "cli_line", "find_server", "locate"]
 
 log = logging.getLogger(__name__)
 
@@ -200,9 +199,3 @@ def cli_line(data: Path) -> str:
     access = redis_folder.read(data)
     path = str(access.socket) if access else ""
     return f'REDISCLI_AUTH="$(cat {shlex.quote(str(data / "password"))})" redis-cli -s {shlex.quote(path)}'
-
-
-def masked(url: str) -> str:
-    """The URL of a Redis, fit for logs: whatever may be a password is ***."""
-    url = re.sub(r"://([^:/?#@]*):.*@", r"://\1:***@", url)
-    return re.sub(r"([?&][^=&]*password=)[^&#]*", r"\1***", url)

@@ -58,7 +58,15 @@ class Checks:
         count = len(self._bad)
         if count:
             more = [f"... and {count - SHOWN} more"] if count > SHOWN else []
-            raise UsageError("\n".join([f"--prompt-data: {count} bad rows, none is used", *self._bad[:SHOWN], *more]))
+            raise UsageError(
+                "\n".join(
+                    [
+                        f"--prompt-data: {count} bad row{'s' if count > 1 else ''}, none is used",
+                        *self._bad[:SHOWN],
+                        *more,
+                    ]
+                )
+            )
         if self._unlabelled:
             log.warning("%d rows have no label, the first is %s (--label-key)", self._unlabelled, self._first)
         self._twice()

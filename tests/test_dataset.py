@@ -129,7 +129,7 @@ def test_a_bad_row_is_named_by_file_line_and_reason(tmp_path: Path, row: bytes, 
     message = refusal(tmp_path, b"\xef\xbb\xbf" + good + b"\r\n\n" + row + b"\n" + good)
     assert f"{tmp_path / 'data.jsonl'}:3: " in message
     assert problem in message
-    assert message.startswith("--prompt-data: 1 bad rows")
+    assert message.startswith("--prompt-data: 1 bad row")
 
 
 def test_text_and_chat_prompts_in_one_file_are_refused(tmp_path: Path) -> None:

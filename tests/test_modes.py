@@ -218,3 +218,8 @@ def test_workers_are_told_which_code_they_must_have() -> None:
 def test_every_rule_names_fields_that_exist() -> None:
     for config in (train(), run(), GenerateConfig(), train(train_backend="echo", save_interval=0)):
         assert set(idle(config)) <= set(type(config).model_fields)
+
+
+def test_the_local_engine_cannot_do_without_weights() -> None:
+    assert "publishes no weights" in refusal(run(train_backend="echo"))
+    assert check(run(train_backend="echo", engine="echo")) == []

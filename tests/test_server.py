@@ -19,7 +19,8 @@ from redis.retry import Retry
 
 from pipeline import tether
 from pipeline.errors import ServerError
-from pipeline.server import EmbeddedServer, cli_line, find_server, locate, masked
+from pipeline.log import mask
+from pipeline.server import EmbeddedServer, cli_line, find_server, locate
 
 ROOT = str(Path(__file__).parents[1])
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -316,4 +317,4 @@ def test_the_watcher_holds_no_file_but_its_pipe_and_ends_with_the_program(tmp_pa
     ],
 )
 def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
-    assert masked(url) == shown
+    assert mask(url) == shown
