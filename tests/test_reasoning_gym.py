@@ -51,17 +51,16 @@ def test_a_prompts_id_says_which_item_it_is() -> None:
 
 def test_items_are_the_same_in_every_process() -> None:
     code = "import sys; from producers.gym import Gym; sys.stdout.write(Gym(sys.argv[1], 1).records([3])[0])"
-    for task in ("knights_knaves", "family_relationships"):
-        said = {
-            subprocess.run(
-                [sys.executable, "-W", "ignore", "-c", code, GYM + task],
-                env={**os.environ, "PYTHONHASHSEED": seed},
-                capture_output=True,
-                check=True,
-            ).stdout
-            for seed in ("1", "2")
-        }
-        assert len(said) == 1
+    said = {
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code, GYM + "family_relationships"],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(said) == 1
 
 
 def test_right_answers_are_right_wherever_they_stand() -> None:

@@ -101,9 +101,9 @@ def test_what_is_no_reward_is_an_error_and_not_a_score(said: str) -> None:
 
 @pytest.mark.parametrize("trouble", [(500, "boom"), (503, ""), (429, "slow down"), (200, "<html>"), 60.0])
 def test_an_outage_is_sat_out(trouble: tuple[int, str] | float) -> None:
-    judge = Judge(trouble, trouble, (200, "1"))
+    judge = Judge(trouble, (200, "1"))
     assert rewards(judge, rm_timeout=0.2) == [1.0]
-    assert len(judge.asked) == 3
+    assert len(judge.asked) == 2
 
 
 @pytest.mark.parametrize("trouble", [(500, "boom"), 60.0, (200, "x" * (2 << 20))])
