@@ -69,7 +69,7 @@ class Rewards(Section):
 
     rm_type: str | None = option(
         None,
-        "built-in reward: math, gsm8k, deepscaler, dapo, gpqa, f1, ifeval, exact, positions, length, random, "
+        "built-in reward: math, gsm8k, deepscaler, dapo, gpqa, f1, ifeval, code, exact, positions, length, random, "
         "reasoning_gym, remote_rm; several with weights: math:0.9,length:0.1; row: what each row names",
     )
     custom_rm_path: str | None = option(None, "reward function, module.function; sync or async")

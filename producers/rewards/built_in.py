@@ -18,6 +18,7 @@ from producers.rewards.ifeval import ifeval
 from producers.rewards.length import length
 from producers.rewards.math import math
 from producers.rewards.positions import positions
+from producers.rewards.programs import code
 from producers.rewards.random import random
 from producers.rewards.reasoning_gym import reasoning_gym
 
@@ -28,6 +29,7 @@ BUILT_IN: dict[str, Callable[[RewardInput], Value | Grading]] = {
     "dapo": dapo,
     "gpqa": gpqa,
     "f1": f1,
+    "code": code,
     "ifeval": ifeval,
     "exact": exact,
     "positions": positions,

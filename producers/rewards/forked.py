@@ -17,6 +17,8 @@ from typing import Any, Never
 from producers.rewards.frames import Frames, pack
 
 PR_SET_PDEATHSIG = 1
+OUTPUT = 1 << 20
+"Bytes that a file may have which a grader, or a program it runs, writes."
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def work(link: socket.socket, grade: Callable[..., Any], limits: Limits, nice: i
         os.nice(nice)
         before = _most_memory()
         _limit(resource.RLIMIT_CORE, 0)
-        _limit(resource.RLIMIT_FSIZE, 0)
+        _limit(resource.RLIMIT_FSIZE, OUTPUT)
         _limit(resource.RLIMIT_AS, before + limits.memory)
         _serve(link, grade, before + limits.memory // 2)
         code = 0

@@ -26,6 +26,12 @@ KNOWN: dict[str, list[tuple[str, Any, dict[str, Any], float]]] = {
     ],
     "dapo": [("so\nAnswer: $34$", "34", {}, 1.0), (r"so \boxed{34}", "34", {}, -1.0)],
     "gsm8k": [("so\n#### 1,200", "#### 1200", {}, 1.0), ("so 1200", "#### 1200", {}, 0.0)],
+    "code": [
+        ("```python\nprint(int(input()) + 1)\n```", None, {"tests": {"inputs": ["1"], "outputs": ["2"]}}, 1.0),
+        ("```python\nprint(1)\n```", None, {"tests": {"inputs": ["1"], "outputs": ["2"]}}, 0.0),
+        ("```python\nimport socket; socket.socket()\nprint(2)\n```", None, {"tests": ["pass"]}, 0.0),
+        ("```python\nopen('millpond-self-test', 'w')\n```", None, {"tests": ["pass"]}, 0.0),
+    ],
     "reasoning_gym": [("<answer>4</answer>", "4", _SPLIT, 1.0), ("<answer>5</answer>", "4", _SPLIT, 0.0)],
 }
 "By name: response, label, metadata, reward. Cheap rewards without a parser have none."
