@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipeline.errors import UsageError
 from producers.rewards.built_in import BOXED, NEED_LABEL
-from producers.rewards.choice import chosen, parse
+from producers.rewards.choice import ROW, chosen, parse
 from producers.rows import ALIASES, BadRow, Row, RowKeys
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,11 @@ class Checks:
     """One for all files of a run. `rm_type` is what --rm-type says; None: the reward is not known here."""
 
     def __init__(self, rm_type: str | None = None) -> None:
+        if rm_type is not None and rm_type != ROW:
+            try:
+                parse(rm_type)
+            except ValueError as error:
+                raise UsageError(f"--rm-type: {error}") from None
         self.rm_type = rm_type
         self._bad: list[str] = []
         self._kinds: dict[str, tuple[object, int]] = {}

@@ -71,7 +71,8 @@ class _Slice:
         self.dataset = dataset
         self.rows = range(len(dataset))[part.start : part.stop]
         if not self.rows:
-            raise UsageError(f"--prompt-data {part.path}@[{part.start}:{part.stop}]: no row of {len(dataset)} is in it")
+            shown = ":".join("" if end is None else str(end) for end in (part.start, part.stop))
+            raise UsageError(f"--prompt-data {part.path}@[{shown}]: no row of {len(dataset)} is in it")
         self.count = max(1, round(part.weight * len(self.rows)))
 
 

@@ -135,6 +135,11 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, row: Any, fields: An
     assert f"{path}:{1 if row.keys() & {'text', 'prompt'} else 2}: " in str(caught.value)
 
 
+def test_a_reward_that_does_not_exist_is_said_once_and_not_of_each_row(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^--rm-type: 'mth': there are math, .* did you mean math\?$"):
+        source(numbered(tmp_path, "a", 3), rm_type="mth")
+
+
 def test_a_row_needs_no_label_for_the_reward_it_names_itself(tmp_path: Path) -> None:
     path = write(tmp_path / "d", {"input": "a", "metadata": {"rm_type": "length"}}, {"input": "b", "label": False})
     assert source(path, rm_type="math").rows == 2
@@ -272,7 +277,7 @@ def test_a_slice_is_a_file_of_its_own_and_an_empty_one_is_refused(tmp_path: Path
     assert prompts(source(f"{a}@[1:3]"), range(3)) == ["a1", "a2", "a1"]
     assert prompts(source(f"{a}@[-1:],{a}@[:1]")) == ["a4", "a0"]
     assert len({source(f"{a}{end}").digest for end in ("", "@[:3]", "@[:4]", ":2", "@[:3]:2")}) == 5
-    with pytest.raises(UsageError, match=r"@\[5:None\]: no row of 5 is in it"):
+    with pytest.raises(UsageError, match=r"@\[5:\]: no row of 5 is in it"):
         source(f"{a}@[5:]")
 
 
