@@ -124,6 +124,9 @@ def test_finished_samples_of_unfinished_groups_are_counted_over_all_workers(run:
     assert len(run.lease(one, 9, spare=3)) == 1
     run.do(one.heartbeat({}, 0))
     assert run.lease(other, 9, spare=3) == []
+    run.lease(one, 0, spare=3)
+    run.lease(one, 0, spare=0)
+    assert run.lease(other, 9, spare=3) == []
 
 
 @pytest.mark.parametrize("verb", ["push", "hand back", "drop"])
@@ -500,6 +503,7 @@ def test_a_worker_leaves_only_with_empty_hands(run: Rig) -> None:
     (again,) = run.lease(worker, 1)
     assert not run.do(worker.leave())
     run.push(worker, [again])
+    run.do(worker.heartbeat({}, 3))
     assert run.do(worker.leave())
     assert run.consumers("prompts") == run.consumers("prompts:retry") == set()
     for name in ("workers", "workers:info", "workers:spare"):

@@ -395,6 +395,22 @@ def test_a_replaced_trainer_can_change_nothing(run: Rig, verb: str) -> None:
     assert run.dump() == before
 
 
+@pytest.mark.parametrize(
+    "script", ["missing", "renew", "configure", "check", "recycle", "publish", "commit", "take_full"]
+)
+def test_a_script_of_the_trainer_refuses_a_wrong_token_before_it_does_anything(run: Rig, script: str) -> None:
+    trainer = run.trainer()
+    run.feeder(2)
+    run.queued(run.worker(), 2)
+    run.take(trainer, 1)
+    run.raw.lpop(run.keys["groups"])
+    before = run.dump()
+    args = {"publish": (9, 1, "path", "x", 0), "configure": ("{}",), "take_full": (1,), "check": ("lost", "none")}
+    assert trainer.script(script, trainer.epoch, "wrong", *args.get(script, (0, 1)))[0] == b"fenced"
+    assert trainer.script(script, trainer.epoch + 1, trainer.token, *args.get(script, (0, 1)))[0] == b"older"
+    assert run.dump() == before
+
+
 @pytest.mark.spared("no connections")
 def test_a_trainer_that_waits_for_a_group_when_it_is_replaced_gets_none(run: Rig) -> None:
     zombie = run.trainer()
