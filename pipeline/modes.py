@@ -100,7 +100,7 @@ def idle(config: Section) -> dict[str, str]:
         sglang = ("engine_url", "engine_router_url", "engine_api_key", "engine_timeout")
         rules.append((config.engine != "sglang", "it belongs to --engine sglang", sglang))
     if isinstance(config, Rewards):
-        built_in = ("rm_type", "rm_url", "rm_timeout", "rm_patience", "rm_workers", "rm_memory")
+        built_in = ("rm_type", "rm_url", "rm_api_key", "rm_timeout", "rm_patience", "rm_workers", "rm_memory")
         rules.append((config.custom_rm_path is not None, "--custom-rm-path takes its place", built_in))
         rules.append((config.custom_rm_path is None, "only a --custom-rm-path scores whole groups", ("group_rm",)))
     return {name: why for holds, why, names in rules if holds for name in names}

@@ -105,8 +105,8 @@ class Supervisor:
         path = str(self.folder / "config.toml")
         threads = str(self.config.torch_threads)
         env = {**os.environ, "MILLPOND_REDIS_URL": self.url, "MILLPOND_SUPERVISED": "1", "OMP_NUM_THREADS": threads}
-        if self.config.engine_api_key:  # config.toml does not hold it
-            env["MILLPOND_ENGINE_API_KEY"] = self.config.engine_api_key.get_secret_value()
+        keys = {"ENGINE": self.config.engine_api_key, "RM": self.config.rm_api_key}  # config.toml does not hold them
+        env |= {f"MILLPOND_{name}_API_KEY": key.get_secret_value() for name, key in keys.items() if key}
         flags = {"--resume": self.config.resume, "--wait": self.config.wait, "--take-over": self.config.take_over}
         first = [flag for flag, given in flags.items() if given]
 

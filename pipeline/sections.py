@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
 TEMPLATE_OWN = {"conversation", "chat_template", "tools", "tokenize", "add_generation_prompt", "continue_final_message"}
 "Arguments of a chat template that are not the user's to give."
@@ -26,6 +27,16 @@ def _json_map(text: str) -> str:
 
 Positive = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+def _web_url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
+        raise ValueError("it must be http://HOST:PORT/PATH or https://..., without a user or password in it")
+    return text
+
+
+WebUrl = Annotated[str, AfterValidator(_web_url)]
 JsonMap = Annotated[str, AfterValidator(_json_map)]
 PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -74,7 +85,8 @@ class Rewards(Section):
     )
     custom_rm_path: str | None = option(None, "reward function, module.function; sync or async")
     reward_key: str | None = option(None, "the reward's place in the map that a reward function gives")
-    rm_url: str | None = option(None, "remote_rm: where prompt, response and label are posted")
+    rm_url: WebUrl | None = option(None, "remote_rm: where prompt, response and label are posted")
+    rm_api_key: SecretStr | None = option(None, "remote_rm: the judge's bearer token; best given in the environment")
     rm_timeout: PositiveFloat = option(
         10.0, "seconds for one answer: of processor time where it is graded here, for one request to --rm-url"
     )

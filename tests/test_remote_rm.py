@@ -14,6 +14,7 @@ from aiohttp import web
 
 from pipeline.config import GenerateConfig
 from pipeline.errors import RewardError, UsageError
+from pipeline.flags import parse
 from pipeline.types import COMPLETED
 from producers.rewards import RewardInput, Scorer, opened
 
@@ -30,9 +31,11 @@ class Judge:
     def __init__(self, *answers: tuple[int, str] | float) -> None:
         self.answers = list(answers)
         self.asked: list[dict[str, Any]] = []
+        self.tokens: set[str | None] = set()
 
     async def answer(self, request: web.Request) -> web.Response:
         self.asked.append(await request.json())
+        self.tokens.add(request.headers.get("Authorization"))
         answer = self.answers[min(len(self.asked), len(self.answers)) - 1]
         if isinstance(answer, float):  # seconds of silence
             await asyncio.sleep(answer)
@@ -76,6 +79,18 @@ def test_a_judge_is_sent_the_answer_with_its_prompt_and_label() -> None:
         "index": 1,
         "prompt_id": 7,
     }
+
+
+def test_a_judge_is_shown_its_key() -> None:
+    judge = Judge((200, "1"))
+    assert rewards(judge, 2, rm_api_key="secret") == [1.0] * 2
+    assert judge.tokens == {"Bearer secret"}
+
+
+@pytest.mark.parametrize("url", ["judge:8000", "ftp://judge/x", "http://", "http://me:secret@judge/"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match=r"--rm-url .* must be http://HOST:PORT/PATH"):
+        parse(GenerateConfig, ["--rm-url", url], {}, "millpond generate")
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,9 @@ class Kinds:
         if name != REMOTE:
             return BuiltIn(name, self.graders, self.config.reward_key)
         if self._judge is None:
-            config = self.config
-            if config.rm_url is None:
+            if self.config.rm_url is None:
                 raise UsageError(f"{REMOTE}: where is the judge? --rm-url http://HOST:PORT/PATH")
-            self._judge = Remote(config.rm_url, config.rm_timeout, config.rm_patience, config.reward_key)
+            self._judge = Remote(self.config.rm_url, self.config)
         return self._judge
 
     async def close(self) -> None:

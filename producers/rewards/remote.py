@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from pipeline.config import Rewards
 from pipeline.errors import UsageError
 from producers.rewards.base import RewardInput, score, together
 
@@ -43,12 +44,14 @@ class Outage(Exception):
 
 
 class Remote:
-    def __init__(self, url: str, seconds: float, patience: float, key: str | None = None) -> None:
+    def __init__(self, url: str, config: Rewards) -> None:
         self.url = url
-        self.seconds = seconds
+        self.seconds = config.rm_timeout
         "for one request"
-        self.patience = patience
-        self.key = key or "score"
+        self.patience = config.rm_patience
+        self.key = config.reward_key or "score"
+        token = config.rm_api_key
+        self._headers = {"Authorization": f"Bearer {token.get_secret_value()}"} if token else {}
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._session: aiohttp.ClientSession | None = None
         self._answered = False
@@ -114,7 +117,10 @@ class Remote:
 
             limits = aiohttp.ClientTimeout(total=self.seconds, sock_connect=min(10.0, self.seconds))
             self._session = aiohttp.ClientSession(
-                timeout=limits, connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+                headers=self._headers,
+                timeout=limits,
+                connector=aiohttp.TCPConnector(limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),
             )
         return self._session
 
