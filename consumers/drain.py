@@ -218,6 +218,7 @@ def missing(broker: TrainerBroker) -> str:
         f"{client.zcard(keys['unsettled'])} unsettled",
         f"{state.get('feed_total') or 'endless'} prompts to feed, {broker.cursor()} fed",
     ]
+    facts += [f"{n} {key}" for key, n in sorted(broker.counters().items()) if key.startswith(("dropped:", "dead:"))]
     if not workers:
         facts.insert(0, "no generator has ever come: start `millpond generate`")
     elif not alive:

@@ -150,6 +150,10 @@ class Broker:
         """The current weight version, 0 before the first."""
         return self.patiently(lambda: int(self.client.get(self.keys["weights:version"]) or 0))
 
+    def committed(self) -> int:
+        """Prompts that count as trained for good."""
+        return self.patiently(lambda: int(self.client.bitcount(self.keys["done:committed"])))
+
     def counters(self) -> dict[str, int]:
         raw: Any = self.patiently(lambda: self.client.hgetall(self.keys["counters"]))
         return {k.decode(): int(v) for k, v in raw.items()}

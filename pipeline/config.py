@@ -210,4 +210,5 @@ class Agreed(Rollout):
     max_group_bytes: int
     rollout_submission_granularity: Literal["sample", "group"]
     pause_generation_mode: Literal["retract", "in_place"]
+    async_unused_samples_handler: Literal["retry", "drop"] = "retry"
     heartbeat_limit_ms: int = 20_000

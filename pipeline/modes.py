@@ -245,5 +245,6 @@ def agreed(config: Trained) -> Agreed:
         queue_max_bytes=config.queue_max_bytes,
         max_group_bytes=config.max_group_bytes,
         rollout_submission_granularity=config.rollout_submission_granularity,
+        async_unused_samples_handler=config.async_unused_samples_handler,
         pause_generation_mode="in_place" if config.pause_generation_mode == "in_place" else "retract",
     )

@@ -56,10 +56,16 @@ def resolve(argv: Sequence[str]) -> RunConfig:
 
 def write_config(config: RunConfig, folder: Path) -> None:
     """What the processes of this run and a resume read; how this start came about is left out."""
-    path = folder / "config.toml"
     once = config.model_copy(update={"resume": False, "take_over": False, "wait": False})
-    path.touch(mode=0o600)
-    path.write_text(dump(once, idle(once)))
+    put_config(folder, dump(once, idle(once)))
+
+
+def put_config(folder: Path, text: str) -> None:
+    """Whole or not at all."""
+    aside = folder / "config.toml.new"
+    aside.touch(mode=0o600)
+    aside.write_text(text)
+    aside.replace(folder / "config.toml")
 
 
 def _name(name: str, config: RunConfig) -> None:

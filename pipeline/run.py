@@ -27,7 +27,7 @@ from pipeline.errors import MillpondError, RunExists, Stopped, UsageError
 from pipeline.keys import Keys
 from pipeline.log import mask, setup
 from pipeline.modes import check
-from pipeline.plan import make_files, make_folder, resolve, write_config
+from pipeline.plan import make_files, make_folder, put_config, resolve, write_config
 from pipeline.progress import Progress, Tail
 from pipeline.server import EmbeddedServer, cli_line
 
@@ -83,6 +83,8 @@ class Supervisor:
     "what a process said that ended with an error"
 
     def run(self) -> int:
+        path = self.folder / "config.toml"
+        before = path.read_text() if path.exists() else None
         write_config(self.config, self.folder)
         self.children = self._children()
         self.trainer = self.children[0]
@@ -98,6 +100,8 @@ class Supervisor:
             sys.stderr.write(self.trouble)
         finally:
             end(self.children, lambda: 0.0 if self.interrupts > 1 else GRACE)
+        if code == UsageError.exit_code and before is not None:
+            put_config(self.folder, before)  # what was refused is not for the next resume
         self._summary(code)
         return code
 
@@ -197,6 +201,17 @@ class Supervisor:
         except RedisError:
             return {}
 
+    def _ends(self) -> str:
+        """How many prompts ended how."""
+        counters = self.broker.counters()
+        ends = [f"{counters.get('committed', 0)} committed"]
+        ends += [
+            f"{n} {k.replace(':', ' under ')}"
+            for k, n in sorted(counters.items())
+            if k.startswith(("dropped:", "dead:"))
+        ]
+        return ", ".join(ends)
+
     def _summary(self, code: int) -> None:
         first, last = self.progress.first, self.progress.last
         if first and last and "rollout/raw_reward" in last:
@@ -204,6 +219,7 @@ class Supervisor:
                 f"Reward {first.get('rollout/raw_reward', 0):.3f} at step {first['step']}, "
                 f"{last['rollout/raw_reward']:.3f} at step {last['step']}\n"
             )
+        sys.stdout.write(f"Prompts: {self._ends()}\n")
         places = {"Metrics": "metrics.jsonl", "Checkpoints": "checkpoints", "Weights": "weights", "Logs": "logs"}
         for what, name in places.items():
             if (self.folder / name).exists():

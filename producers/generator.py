@@ -150,7 +150,7 @@ class Generator:
             return
         late = [j for j in self.jobs.values() if (lag(j.progress.oldest, policy.version, policy.lineage) or 0) > limit]
         await _abandon(late)
-        await self.broker.hand_back([job.lease for job in late], "stale", "strike")
+        await self.broker.hand_back([job.lease for job in late], "stale", self.worker.unused)
 
     # -- the worker among others
 

@@ -32,6 +32,8 @@ class Worker:
         self.broker = broker
         self.maker = maker
         self.rules = maker.rules
+        self.unused = "drop" if maker.rules.async_unused_samples_handler == "drop" else "strike"
+        "what stale and aborted groups get: round again with a strike, or dropped under the reason"
         self.keep = keep
         self.made: deque[tuple[float, int]] = deque(maxlen=512)
         "(when, tokens) of the latest groups"
@@ -60,7 +62,8 @@ class Worker:
             self.down = time.monotonic() + DOWN
             await self.broker.hand_back([lease], "engine_down")
         except SampleAborted as error:
-            await self._give_up(lease, "aborted", error)
+            log.warning("prompt %d: %s", lease.prompt.id, error)
+            await self.broker.hand_back([lease], "aborted", self.unused)
         except EngineError as error:
             await self._give_up(lease, "bad_sample", error)
         else:

@@ -141,6 +141,37 @@ def test_without_checkpoints_a_killed_trainer_ends_the_run(tmp_path: Path) -> No
         assert audited(stage, out)["committed"] >= 4
 
 
+def test_a_run_without_checkpoints_is_not_resumed_from_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with Stage(tmp_path) as stage:
+        assert "Prompts: 8 committed\n" in started(stage, out, "--save-interval", "0", rows=8).ends(0)
+        said = stage.millpond("run", "--resume", "--out", out, "--save-interval", "2", "--num-epoch", "2").ends(2)
+        assert "was trained without checkpoints" in said
+        assert audited(stage, out)["committed"] == 8
+
+
+def test_what_a_resume_was_refused_for_is_not_asked_of_the_next(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with Stage(tmp_path) as stage:
+        started(stage, out, rows=8).ends(0)
+        before = (out / "config.toml").read_text()
+        said = stage.millpond("run", "--resume", "--out", out, "--n-samples-per-prompt", "5", "--num-epoch", "2").ends(
+            2
+        )
+        assert "--n-samples-per-prompt" in said
+        assert (out / "config.toml").read_text() == before
+        stage.millpond("run", "--resume", "--out", out, "--num-epoch", "2").ends(0)
+        assert audited(stage, out)["committed"] == 16
+
+
+def test_aborted_groups_are_dropped_where_that_is_asked_for(tmp_path: Path) -> None:
+    with Stage(tmp_path) as stage:
+        more = ("--echo-abort-rate", "0.3", "--async-unused-samples-handler", "drop")
+        said = started(stage, tmp_path / "run", *more, rows=20).ends(0)
+        assert "dropped under aborted" in said
+        assert "dead" not in said
+
+
 def test_a_generator_that_was_sent_away_comes_back(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with Stage(tmp_path) as stage:

@@ -38,6 +38,11 @@ def begin(config: TrainConfig, broker: TrainerBroker, backend: Backend, folder: 
     known = "epoch" in broker.state()
     _refuse(config, broker, folder, known)
     found = _load(config, folder)
+    if found is None and broker.committed():
+        raise UsageError(
+            f"--resume: run {broker.keys.run} was trained without checkpoints (--save-interval 0) and cannot "
+            "go on; start a new run from its last weights, with --hf-checkpoint and a folder under weights/"
+        )
     _take_over(config, broker, found.epoch if found else 0)
     found = _load(config, folder)  # again: another trainer that was waited for may have saved
     if found:
