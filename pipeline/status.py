@@ -83,7 +83,9 @@ def document(run: Found, view: Overview, step: dict[str, Any], behind: int | Non
 
 def report(run: Found, view: Overview, step: dict[str, Any], behind: int | None) -> None:
     """For people, in 80 columns."""
-    stopped = f"; stopped (go on: millpond run --resume --out {run.folder})" if run.stopped else ""
+    saves = run.folder is None or settings(run.folder).get("save_interval") != 0
+    go_on = f" (go on: millpond run --resume --out {run.folder})" if saves else ""
+    stopped = f"; stopped{go_on}" if run.stopped else ""
     why = f" ({show.clean(view.why)})" if view.why else ""
     show.line(f"run {run.run} in {run.where}: {view.status}{why}{stopped}\n")
     show.pairs([*_progress(view, step), *_flow(view, behind), *_fates(view)])
