@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rig import LIMIT, Rig, ids, message, policy, records
+from rig import LIMIT, Rig, agreed, ids, message, policy, records
 
 from pipeline.errors import UsageError
 from pipeline.replies import Lease
@@ -228,6 +228,7 @@ def test_a_pushed_group_moves_from_the_stream_to_the_list_with_its_record_untouc
     assert run.groups() == [message(lease.prompt)]
     assert ids_in(run, "prompts") == []
     assert run.standing().unsettled == {0: 1}
+    assert run.counter("pushed") == 1
     assert run.raw.hget(run.keys["open"], "0") == (
         b'{"attempt":1,"strikes":0,"push":1,"prompt":' + record.encode() + b"}"
     )
@@ -260,6 +261,18 @@ def test_a_full_list_takes_nothing_and_keeps_the_lease(run: Rig) -> None:
     run.take(trainer, 1)
     assert run.push(worker, leases[2:]) == ["pushed", "full"]
     assert len(run.groups()) == 2
+
+
+def test_a_push_waits_for_a_config_that_redis_forgot(run: Rig) -> None:
+    trainer = run.trainer()
+    run.feeder(1)
+    worker = run.worker()
+    leases = run.lease(worker, 1)
+    run.raw.delete(run.keys["config"])
+    assert run.push(worker, leases) == ["full"]
+    assert run.groups() == []
+    trainer.configure(agreed().model_dump_json())
+    assert run.push(worker, leases) == ["pushed"]
 
 
 def test_a_worker_that_was_reaped_pushes_in_vain_and_the_next_round_wins(run: Rig) -> None:
@@ -409,6 +422,38 @@ def test_a_worker_is_dead_after_the_limit_and_not_before(run: Rig) -> None:
     assert not run.do(worker.heartbeat({}, 0)).known
     assert run.do(worker.lease(1, 0)).why == "reaped"
     assert run.do(worker.mine()) == []
+
+
+def test_the_limit_is_what_the_run_agreed_on(run: Rig) -> None:
+    run.trainer(heartbeat_limit_ms=3 * LIMIT)
+    run.worker()
+    run.silence("w1", 2 * LIMIT)
+    assert run.reap() == []
+    run.silence("w1", 4 * LIMIT)
+    assert run.reap() == ["w1"]
+
+
+def test_a_prompt_whose_workers_keep_dying_is_buried(run: Rig) -> None:
+    run.trainer(max_prompt_attempts=2)
+    run.feeder(1)
+    for name in ("w1", "w2"):
+        assert len(run.lease(run.worker(name), 1)) == 1
+        run.silence(name)
+        assert run.reap() == [name]
+    assert [e["reason"] for e in run.entries("dead")] == ["worker_died"]
+    assert run.conserved()
+
+
+def test_a_dead_worker_is_forgotten_even_where_its_entry_or_its_stream_is_gone(run: Rig) -> None:
+    run.trainer()
+    run.feeder(2)
+    gone, kept = run.lease(run.worker(), 2)
+    run.raw.xdel(run.keys["prompts"], gone.entry)
+    run.raw.delete(run.keys["prompts:retry"])
+    run.silence("w1")
+    assert run.reap() == ["w1"]
+    assert [int(e["id"]) for e in run.entries()] == ids([kept])
+    assert run.consumers() == set()
 
 
 @pytest.mark.parametrize("gap", [LIMIT // 2 + 1000, -5000], ids=["ticks stopped", "the clock went back"])

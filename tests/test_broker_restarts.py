@@ -144,6 +144,7 @@ def test_a_wiped_redis_is_told_what_the_trainer_took_trained_and_published(run: 
     stand = run.standing()
     assert (stand.feed, sorted(stand.open), list(stand.unsettled)) == (4, [1, 2, 3], [2, 3])
     assert run.ended() == {0}
+    assert [len(run.raw.xinfo_groups(run.keys[stream])) for stream in ("prompts", "prompts:retry")] == [1, 1]
     assert trainer.version() == 7
     assert trainer.policy() == policy(7)
     assert trainer.state()["epoch"] == "1"
