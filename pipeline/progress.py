@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -15,19 +16,20 @@ Line = dict[str, float]
 
 
 class Tail:
-    """The steps that metrics.jsonl has gained since the last look."""
+    """The steps that metrics.jsonl has gained since the last look; all of them where a resume has put another file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.file = -1
         self.at = 0
         self.rest = b""
 
     def read(self) -> list[Line]:
         if not self.path.exists():
             return []
-        if self.path.stat().st_size < self.at:  # a resume has cut and rewritten it
-            self.at, self.rest = 0, b""
         with self.path.open("rb") as file:
+            if (found := os.fstat(file.fileno()).st_ino) != self.file:
+                self.file, self.at, self.rest = found, 0, b""
             file.seek(self.at)
             data = file.read()
         self.at += len(data)

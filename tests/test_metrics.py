@@ -12,6 +12,7 @@ import pytest
 
 from pipeline import log
 from pipeline.metrics import Metrics, counted, fully_async, perf, rollout
+from pipeline.progress import Tail
 from pipeline.types import COMPLETED, TRUNCATED, Group, Prompt, Sample, Sequence, Span
 
 
@@ -155,3 +156,14 @@ def test_a_record_is_a_line_and_its_traceback_is_indented(tmp_path: Path) -> Non
     assert first.endswith(' ERROR trainer step step=3 reward=0.1235 why="no room"')
     assert all(line.startswith("    ") for line in more)
     assert more[-1] == "    RuntimeError: cannot reach redis://me:***@host/0"
+
+
+def test_the_progress_reads_another_file_from_its_start(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    tail = Tail(path)
+    assert [line["step"] for line in tail.read()] == [1, 2]
+    (tmp_path / "other").write_text('{"step": 1, "more": 0}\n{"step": 3}\n{"step": 4}\n')
+    (tmp_path / "other").replace(path)
+    assert [line["step"] for line in tail.read()] == [1, 3, 4]
+    assert tail.read() == []
