@@ -16,25 +16,31 @@ Line = dict[str, float]
 
 
 class Tail:
-    """The steps that metrics.jsonl has gained since the last look; all of them where a resume has put another file."""
+    """The steps that metrics.jsonl has gained since the last look. A resume puts another file there: what was seen of
+    it before is left out."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = -1
         self.at = 0
         self.rest = b""
+        self.step = 0.0
+        "the last that was read"
 
     def read(self) -> list[Line]:
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
-            if (found := os.fstat(file.fileno()).st_ino) != self.file:
+            if another := (found := os.fstat(file.fileno()).st_ino) != self.file:
                 self.file, self.at, self.rest = found, 0, b""
             file.seek(self.at)
             data = file.read()
         self.at += len(data)
         *lines, self.rest = (self.rest + data).split(b"\n")
-        return [json.loads(line) for line in lines if line]
+        read: list[Line] = [json.loads(line) for line in lines if line]
+        new = [line for line in read if not another or line["step"] > self.step]
+        self.step = read[-1]["step"] if read else self.step
+        return new
 
 
 def columns(line: Line, queues: dict[str, int], total: int | None) -> dict[str, str]:
