@@ -36,6 +36,7 @@ def test_what_a_restore_found_missing_is_fed_again_once_and_before_fresh_prompts
     assert feeder.refeed_ids(10) == [7]
     feeder.refeed({7: "{}", 8: "{}"})
     feeder.refeed({7: "{}"})
+    assert run.counter("refed") == 1
     assert ids(run.lease(worker, 2)) == [7, 0]
     assert ids_in(run, "prompts:retry") == [7]
 

@@ -186,6 +186,17 @@ def test_a_recycled_group_waits_again_with_its_record_and_gives_room_at_once(run
     assert run.conserved()
 
 
+def test_a_group_that_is_stale_again_and_again_is_buried(run: Rig) -> None:
+    trainer = run.trainer(max_prompt_attempts=2)
+    run.feeder(1)
+    worker = run.worker()
+    for _ in range(2):
+        run.queued(worker, 1)
+        trainer.recycle(run.take(trainer, 1), "stale", "strike")
+    assert [e["reason"] for e in run.entries("dead")] == ["stale"]
+    assert run.conserved()
+
+
 def test_recycling_the_same_round_twice_is_done_once(run: Rig) -> None:
     trainer = run.trainer()
     run.feeder(1)
@@ -537,5 +548,8 @@ def test_waiting_workers_are_told_of_room_space_prompts_and_versions_and_of_noth
     assert heard(lambda: run.do(worker.hand_back([b], "stale"))) == [b"room"]
     assert heard(lambda: run.do(worker.drop(c, "zero_std"))) == []
     assert heard(lambda: trainer.publish(policy(2), [])) == [b"version"]
+    run.raw.sadd(run.keys["refeed"], 30)
+    assert heard(lambda: feeder.refeed({30: "{}"})) == [b"prompts"]
+    assert heard(lambda: feeder.refeed({30: "{}"})) == []
     assert heard(lambda: trainer.take(1, block=False)) == []
     listener.close()

@@ -531,7 +531,7 @@ def play(tmp: Any, examples: int, steps: int, derandomize: bool) -> None:
 
 
 def test_any_interleaving_keeps_every_prompt_in_one_place_and_trains_it_once(tmp_path: Any) -> None:
-    play(tmp_path, 40, 40, derandomize=True)
+    play(tmp_path, 90, 40, derandomize=True)
 
 
 @pytest.mark.slow
