@@ -50,6 +50,24 @@ def test_an_alarm_is_read_before_any_group(run: Rig) -> None:
     assert run.entries("errors")[0]["trace"] == "Traceback ...\nZeroDivisionError"
 
 
+def test_the_take_of_a_server_that_takes_no_transaction_when_full_is_as_good(run: Rig) -> None:
+    """Redis 7.0 queues nothing for a MULTI at maxmemory; TrainerBroker.take falls back to this script there."""
+    trainer = run.trainer()
+    run.feeder(3)
+    worker = run.worker()
+    made = run.queued(worker, 3)
+
+    def take(count: int) -> Any:
+        return trainer.script("take_full", trainer.epoch, trainer.token, count)
+
+    assert take(2) == [b"ok", [message(p) for p in made[:2]]]
+    run.do(worker.fail("trace", "what"))
+    assert take(1) == [b"ok", []]
+    run.raw.delete(run.keys["alarm"])
+    assert take(2) == [b"ok", [message(made[2])]]
+    assert take(2) == [b"ok", []]
+
+
 def test_a_group_of_a_prompt_that_is_held_or_committed_already_is_discarded_and_counted(run: Rig) -> None:
     trainer = run.trainer()
     run.feeder(2)
@@ -372,6 +390,7 @@ def test_an_epoch_can_be_asked_to_be_above_one_that_redis_forgot(run: Rig) -> No
     trainer = run.new_trainer()
     trainer.takeover("t", above=41)
     assert trainer.epoch == 42
+    assert [len(run.raw.xinfo_groups(run.keys[stream])) for stream in ("prompts", "prompts:retry")] == [1, 1]
 
 
 ZOMBIE: dict[str, Callable[[TrainerBroker, list[Prompt]], Any]] = {
