@@ -320,7 +320,8 @@ def test_the_whole_way_round_each_prompt_is_trained_once_and_none_is_older_than_
         stack.enter_context(feeding(real, tmp_path, 31))
         for name in ("w1", "w2"):
             stack.enter_context(crew(real, quick, name=name))
-        run(loop_of(real, tmp_path, backend, max_weight_staleness=staleness, save_interval=4))
+        slow = {"max_prompt_attempts": 1000}  # a prompt whose answers always take long is not to die here
+        run(loop_of(real, tmp_path, backend, max_weight_staleness=staleness, save_interval=4, **slow))
     assert backend.trained == list(range(31))
     assert [len(batch) for batch in backend.batches] == [2] * 15 + [1]
     assert all(batch == sorted(batch) for batch in backend.batches)
