@@ -27,6 +27,8 @@ PACE = ("--echo-latency", "lognormal:0.01:0.5")
 SMALL = ("--rollout-batch-size", "4", "--n-samples-per-prompt", "2")
 ECHO_RUN = ("--engine", "echo", "--train-backend", "echo", "--rm-type", "random", *SMALL)
 "A run that needs no model and no time."
+PATIENT = ("--max-prompt-attempts", "1000")
+"No prompt dies of slowness on a busy machine."
 
 
 def prompts(folder: Path, rows: int) -> Path:

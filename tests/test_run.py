@@ -15,6 +15,7 @@ import pytest
 from processes import (
     ECHO_RUN,
     PACE,
+    PATIENT,
     Parts,
     Stage,
     Started,
@@ -37,8 +38,8 @@ SLOW = (*PACE, "--echo-train-seconds", "0.1", "--save-interval", "4")
 
 def started(stage: Stage, out: Path, *more: object, rows: int = 100, **env: str) -> Started:
     """An echo run over one epoch."""
-    data = prompts(stage.folder, rows)
-    return stage.millpond("run", "--out", out, *ECHO_RUN, "--prompt-data", data, "--num-epoch", "1", *more, **env)
+    data = ("--prompt-data", prompts(stage.folder, rows))
+    return stage.millpond("run", "--out", out, *ECHO_RUN, *PATIENT, *data, "--num-epoch", "1", *more, **env)
 
 
 # --- stopping

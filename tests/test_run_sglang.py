@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_sglang import FakeSGLang, in_a_thread
 from make import at_work, feed, until
-from processes import SMALL, Stage, audited, contiguous, eventually, prompts, steps
+from processes import PATIENT, SMALL, Stage, audited, contiguous, eventually, prompts, steps
 from rig import Rig, policy
 from test_engine_sglang import QUICK
 
@@ -169,7 +169,7 @@ def run_of(stage: Stage, fake: FakeSGLang, rows: int, **env: str) -> Any:
         *("run", "--out", folder / "run", "--engine", "sglang", "--engine-url", fake.url, *SMALL),
         *("--hf-checkpoint", model(folder / "model"), "--train-backend", "echo", "--rm-type", "random"),
         *("--rollout-max-response-len", "12", "--echo-train-seconds", "0.05"),
-        *("--prompt-data", prompts(folder, rows), "--num-epoch", "1", "--max-weight-staleness", "2"),
+        *("--prompt-data", prompts(folder, rows), "--num-epoch", "1", "--max-weight-staleness", "2", *PATIENT),
         **env,
     )
 

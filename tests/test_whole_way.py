@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from processes import ECHO_RUN, PACE, Parts, Stage, audited, contiguous, eventually, own_code, prompts, steps
+from processes import ECHO_RUN, PACE, PATIENT, Parts, Stage, audited, contiguous, eventually, own_code, prompts, steps
 
 NAMES = {
     *(f"rollout/fully_async/{n}" for n in ("queue_size", "avg_staleness", "max_staleness")),
@@ -31,7 +31,7 @@ MODES = {
 def test_a_run_goes_the_whole_way_round(staleness: str, tmp_path: Path) -> None:
     """27 prompts twice: 13 batches of 4, and a last one of 2."""
     out = tmp_path / "run"
-    pace = (*PACE, "--echo-train-seconds", "0.05")
+    pace = (*PACE, *PATIENT, "--echo-train-seconds", "0.05")
     with Stage(tmp_path) as stage:
         run = stage.millpond(
             *("run", "--out", out, *ECHO_RUN, *MODES[staleness], *pace, "--save-interval", "5"),
