@@ -129,6 +129,8 @@ class Lease:
     "retry or fresh"
     entry: str
     "stream id: the lease's identity; a prompt that went round again has another"
+    alone: bool = False
+    "its workers died, again and again: a worker has at most one of these at a time"
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def flat_fields(flat: Sequence[bytes]) -> dict[str, str]:
 
 def lease_of(stream: str, entry: bytes, fields: dict[str, str]) -> Lease:
     prompt = Prompt(int(fields["id"]), int(fields["attempt"]), int(fields["strikes"]), fields["prompt"])
-    return Lease(prompt, stream, entry.decode())
+    return Lease(prompt, stream, entry.decode(), "alone" in fields)
 
 
 def version_of(raw: bytes) -> int | None:

@@ -88,7 +88,7 @@ class Generator:
         if want <= 0 or not self.wakeful or time.monotonic() < self.worker.down:
             return
         self.wakeful = False  # before the call: what is announced meanwhile must count
-        leased = await self.broker.lease(want, self.spare)
+        leased = await self.broker.lease(want, self.spare, any(lease.alone for lease in self.jobs))
         self.wakeful = self.wakeful or (not leased.why and leased.room > 0)
         self.lived = self.lived or not leased.why
         if leased.why == "reaped":

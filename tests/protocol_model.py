@@ -25,6 +25,7 @@ class Entry:
     attempt: int
     strikes: int
     owner: str | None = None
+    alone: bool = False
     name: str = field(default="", compare=False)
 
     def __lt__(self, other: Entry) -> bool:
@@ -95,7 +96,7 @@ class State:
 
     # -- what the verbs do
 
-    def end_or_again(self, id: int, attempt: int, strikes: int, fault: str) -> None:
+    def end_or_again(self, id: int, attempt: int, strikes: int, fault: str, alone: bool = False) -> None:
         if id in self.done:
             return
         strikes += fault in ("strike", "bury")
@@ -104,18 +105,20 @@ class State:
         elif fault == "bury" or (fault == "strike" and strikes >= STRIKES):
             self.dead.add(id)
         else:
-            self.streams["retry"].append(Entry(id, attempt + 1, strikes))
+            self.streams["retry"].append(Entry(id, attempt + 1, strikes, alone=alone))
 
     def remove(self, entry: Entry) -> None:
         for entries in self.streams.values():
             entries[:] = [e for e in entries if e is not entry]
 
-    def lease(self, worker: str, want: int) -> list[Entry]:
+    def lease(self, worker: str, want: int, alone: bool) -> list[Entry]:
         if worker not in self.workers or not (self.running and self.agreed and self.grouped):
             return []
         self.silent.discard(worker)
         most = min(want, BOUND - self.pending - len(self.unsettled), IN_FLIGHT - self.pending)
-        free = [e for stream in ("retry", "fresh") for e in self.streams[stream] if e.owner is None]
+        again, fresh = ([e for e in self.streams[stream] if e.owner is None] for stream in ("retry", "fresh"))
+        lone = [n for n, e in enumerate(again[: max(most, 0)]) if e.alone]
+        free = [*(again[: lone[1 - alone]] if len(lone) > 1 - alone else again), *fresh]
         for entry in free[: max(most, 0)]:
             entry.owner = worker
         return free[: max(most, 0)]
@@ -142,7 +145,7 @@ class State:
         if entry is None:
             return 0
         self.remove(entry)
-        self.end_or_again(entry.id, entry.attempt, entry.strikes, fault)
+        self.end_or_again(entry.id, entry.attempt, entry.strikes, fault, entry.alone)
         return 1
 
     def reap(self) -> list[str]:
@@ -150,7 +153,8 @@ class State:
         for worker in gone:
             for _, entry in self.of(worker):
                 self.remove(entry)
-                self.end_or_again(entry.id, entry.attempt, entry.strikes, "strike")
+                alone = entry.alone or entry.strikes + 2 >= STRIKES
+                self.end_or_again(entry.id, entry.attempt, entry.strikes, "strike", alone)
         self.workers -= self.silent
         self.silent = set()
         return gone
@@ -218,7 +222,7 @@ def observe(rig: Rig) -> State:
             pending, grouped = [], False
         owner = {e["message_id"]: e["consumer"].decode() for e in pending}
         streams[stream] = [
-            Entry(int(f[b"id"]), int(f[b"attempt"]), int(f[b"strikes"]), owner.get(name), name.decode())
+            Entry(int(f[b"id"]), int(f[b"attempt"]), int(f[b"strikes"]), owner.get(name), b"alone" in f, name.decode())
             for name, f in entries
         ]
         assert set(owner) <= {name for name, _ in entries}

@@ -143,8 +143,8 @@ class Rig:
 
     # -- what they do most
 
-    def lease(self, worker: WorkerBroker, want: int, spare: int = 0) -> list[Lease]:
-        return self.do(worker.lease(want, spare)).leases
+    def lease(self, worker: WorkerBroker, want: int, spare: int = 0, alone: bool = False) -> list[Lease]:
+        return self.do(worker.lease(want, spare, alone)).leases
 
     def push(self, worker: WorkerBroker, leases: Sequence[Lease], size: int = 0) -> list[str]:
         return [self.do(worker.push(lease, message(lease.prompt, size))) for lease in leases]

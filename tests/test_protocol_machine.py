@@ -203,8 +203,9 @@ class Protocol(RuleBasedStateMachine):
         if hand.broker.suspect:
             self.adopt(which)
         after = self.begin()
-        expected = after.lease(hand.name, want)
-        answer = self.rig.do(hand.broker.lease(want, 0))
+        alone = any(lease.alone for lease in hand.held)
+        expected = after.lease(hand.name, want, alone)
+        answer = self.rig.do(hand.broker.lease(want, 0, alone))
         if answer.why == "outage":  # the first that it hears of it
             return self.expect(self.begin())
         assert [(x.prompt.id, x.prompt.attempt, x.entry) for x in answer.leases] == [

@@ -21,7 +21,10 @@ local function again(p, reason, fault, limit)
     redis.call('XADD', dead, 'MAXLEN', '~', 10000, '*', 'id', p.id, 'attempt', p.attempt, 'strikes', strikes, 'reason', reason, 'prompt', p.prompt)
     return false
   end
-  redis.call('XADD', prompts_retry, '*', 'id', p.id, 'attempt', p.attempt + 1, 'strikes', strikes, 'prompt', p.prompt)
+  local entry = {'id', p.id, 'attempt', p.attempt + 1, 'strikes', strikes, 'prompt', p.prompt}
+  -- a worker died of it, perhaps, and not for the first time: from now on its kind is leased one at a time
+  if p.alone or (reason == 'worker_died' and strikes + 1 >= math.min(3, limit)) then entry[9], entry[10] = 'alone', 1 end
+  redis.call('XADD', prompts_retry, '*', unpack(entry))
   redis.call('HINCRBY', counters, 'recycled:' .. reason, 1)
   return true
 end

@@ -1,5 +1,5 @@
 -- keys: config state prompts prompts:retry workers workers:spare unsettled weights:version
--- ARGV: worker, how many it wants, its spare samples (finished, of groups that are not).
+-- ARGV: worker, how many it wants, its spare samples (finished, of groups that are not), 1 if it holds a prompt that goes alone.
 -- Answers {'ok', version, room, {entry, ...}}, {'wait', why} or {'reaped'}; an entry is {'retry' or 'fresh', stream id, fields}.
 if not redis.call('ZSCORE', workers, ARGV[1]) then return {'reaped'} end
 local rules = agreed()
@@ -17,12 +17,24 @@ local flight = rules.in_flight + math.floor(spare / rules.n_samples_per_prompt) 
 local want = math.min(tonumber(ARGV[2]), left, flight)
 
 local entries = {}
-local function read(stream, name)
-  if want <= #entries then return end
-  local got = redis.call('XREADGROUP', 'GROUP', 'generators', ARGV[1], 'COUNT', want - #entries, 'STREAMS', stream, '>')
+local function read(stream, name, count)
+  if count <= 0 then return end
+  local got = redis.call('XREADGROUP', 'GROUP', 'generators', ARGV[1], 'COUNT', count, 'STREAMS', stream, '>')
   if not got then return end
   for _, entry in ipairs(got[1][2]) do entries[#entries + 1] = {name, entry[1], entry[2]} end
 end
-read(prompts_retry, 'retry')
-read(prompts, 'fresh')
+local function retries() -- how many of those that go round again: up to the second that goes alone
+  if want <= 0 then return 0 end
+  local _, last = pending(prompts_retry)
+  local count, alone = 0, ARGV[4] == '1'
+  for _, entry in ipairs(redis.call('XRANGE', prompts_retry, '(' .. last, '+', 'COUNT', want)) do
+    local goes_alone = fields(entry).alone
+    if goes_alone and alone then break end
+    alone = alone or goes_alone
+    count = count + 1
+  end
+  return count
+end
+read(prompts_retry, 'retry', retries())
+read(prompts, 'fresh', want - #entries)
 return {'ok', redis.call('GET', weights_version) or '', left - #entries, entries}
