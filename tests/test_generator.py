@@ -477,6 +477,35 @@ def test_a_request_that_spans_an_update_keeps_both_versions(real: Rig) -> None:
     assert Limit(4, (), 0).judge(group) == "stale"
 
 
+def test_nothing_of_an_aborted_round_is_in_the_group_that_the_trainer_gets(real: Rig) -> None:
+    """Aborted twice after half its tokens, under another version each time (slime#2092: half an answer was kept)."""
+    trainer = real.trainer()
+    feed(real, 1)
+
+    async def go() -> None:
+        engine = Hand()
+        async with at_work(real, engine):
+            for round in (1, 2):
+                await until(lambda: len(engine.held) == 2)
+                engine.advance(0, 0.5)
+                await engine.abort(engine.held[0, 0])
+                await until(lambda round=round: real.counter("recycled:aborted") == round)  # type: ignore[misc]
+                trainer.publish(policy(round + 1), [])
+                await until(lambda round=round: engine.version == round + 1)  # type: ignore[misc]
+            await until(lambda: len(engine.held) == 2)
+            engine.end(0)
+            await until(lambda: done(real) == {0})
+
+    real.do(go())
+    (group,) = queued(real)
+    assert (group.prompt.attempt, group.prompt.strikes, group.prompt.record) == (3, 2, record(0))
+    assert group.versions == {3}
+    for sample in group.samples:
+        (answer,) = sample.sequences
+        assert len(answer.tokens) == len(answer.loss_mask) == len(answer.logprobs) == 4
+        assert [(s.start, s.end) for s in answer.versions] == [(0, 4)]
+
+
 def test_at_a_new_version_only_what_is_over_the_limit_is_cancelled(real: Rig) -> None:
     trainer = real.trainer(max_weight_staleness=1, in_flight=4)
 

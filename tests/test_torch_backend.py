@@ -148,6 +148,7 @@ def test_later_minibatches_are_measured_against_the_weights_before_the_step(chec
     groups = random_groups(6, 4)
     assert backend(checkpoint, lr=1e-2).train(groups, 0)["train/ppo_kl"] == 0
     several = backend(checkpoint, lr=1e-2, global_batch_size=6).train(groups, 0)
+    assert several["train/optimizer_steps"] == 4
     assert abs(several["train/ppo_kl"]) > 1e-4
     assert several["train/pg_clipfrac"] > 0
 

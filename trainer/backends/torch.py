@@ -68,6 +68,7 @@ class TorchBackend:
         return {f"train/{name}": value / tokens for name, value in zip(self._figures, sums, strict=True)} | {
             "train/grad_norm": sum(norm for _, _, norm in done) / max(1, len(done)),
             "train/lr": lr,
+            "train/optimizer_steps": float(len(done)),
             "train/skipped": float(len(results) - len(done)),
             "train/masked_samples": float(sum(not unit.rows for unit in found)),
         }
