@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 from redis.exceptions import NoScriptError, RedisError
 
-from pipeline.connect import Outage, Seen, connect, passing
+from pipeline.connect import connect
 from pipeline.errors import UsageError
 from pipeline.keys import Keys
+from pipeline.outage import Outage, Seen, passing
 from pipeline.replies import Standing, policy_of
 from pipeline.scripts import Arg, load
 from pipeline.types import Policy
@@ -68,8 +69,12 @@ class Broker:
 
     def outage(self, error: Exception) -> None:
         """For a verb that is not sent again."""
-        with Outage(self.seen, self.patience, self.stop) as outage:
+        with Outage(self.seen, self.patience, self.stop, again=False) as outage:
             self.heal(outage, error)
+
+    def clock(self) -> float:
+        """Seconds that pass only while Redis is there."""
+        return time.monotonic() - self.seen.lost
 
     def heal(self, outage: Outage, error: Exception) -> None:
         """Returns when Redis is back and agrees with us."""
@@ -84,7 +89,7 @@ class Broker:
     # -- feeding
 
     def cursor(self) -> int:
-        return self.patiently(lambda: int(self.client.get(self.keys["feed"]) or 0))
+        return int(self.patiently(lambda: self.script("cursor")))
 
     def backlog(self) -> int:
         """Prompts in the streams that nobody has leased."""

@@ -7,80 +7,36 @@ and the command that would have been sent is not sent before the owner of the co
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
-import logging
-import random
 import sys
-import threading
-import time
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import redis
 import redis.asyncio
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    BusyLoadingError,
-    ConnectionError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    TimeoutError,
-)
 from redis.retry import Retry
 
-from pipeline.errors import RedisDown, RedisUnusable, Stopped, UsageError
+from pipeline.errors import RedisUnusable, UsageError
+from pipeline.log import mask
+from pipeline.outage import Seen
 from pipeline.transaction import Client
-
-log = logging.getLogger(__name__)
 
 BLOCK = 1.0
 "Seconds the one blocking pop waits."
 SOCKET_TIMEOUT = 10.0
-AWAY = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OutOfMemoryError)
-"Redis, or the way to it, is in trouble that may pass. MISCONF and the like: see `passing`."
-_PASSING = ("MISCONF", "LOADING", "READONLY", "MASTERDOWN", "OOM", "CLUSTERDOWN", "UNKILLABLE", "BUSY ")
-
-
-def passing(error: RedisError) -> bool:
-    """Whether an error of Redis is an outage to be waited out rather than a bug of ours."""
-    if isinstance(error, (AuthenticationError, AuthorizationError)):
-        return False
-    return isinstance(error, AWAY) or any(word in str(error)[:200] for word in _PASSING)
-
-
-class Restarted(ConnectionError):
-    """A new connection met another server process than the one before."""
-
-
-@dataclass
-class Seen:
-    """What the connections of one owner have met."""
-
-    run_id: str | None = None
-    restarted: bool = False
-    connects: int = 0
-    away: int = 0
-    "verbs that wait for Redis to come back"
-
-    def meet(self, info: bytes | str) -> None:
-        text = info.decode() if isinstance(info, bytes) else info
-        run_id = next(line[7:] for line in text.splitlines() if line.startswith("run_id:"))
-        before, self.run_id = self.run_id, run_id
-        self.connects += 1
-        if before is not None and before != run_id:
-            self.restarted = True
-            raise Restarted("Redis was restarted")
 
 
 def _options(url: str, name: str) -> dict[str, Any]:
     query = parse_qs(urlsplit(url).query)
     if query.get("decode_responses", ["false"])[0].lower() not in ("false", "0", "no", ""):
         raise RedisUnusable("--redis-url: decode_responses would destroy binary groups; take it out of the URL")
+    try:
+        timeout = float(query.get("socket_timeout", [SOCKET_TIMEOUT])[0])
+    except ValueError:
+        timeout = 0.0
+    if timeout < 2 * BLOCK:
+        raise UsageError(f"--redis-url: socket_timeout must be a number of seconds from {2 * BLOCK:.0f}: pops wait")
     return {
         "socket_timeout": SOCKET_TIMEOUT,
         "socket_connect_timeout": 5.0,
@@ -128,9 +84,15 @@ def connect_async(url: str, name: str, seen: Seen | None = None) -> redis.asynci
     return Client.from_pool(pool)
 
 
-def verify(client: redis.Redis) -> list[str]:
-    """Warnings about a server; RedisUnusable where it must not be used. Asked once, at start."""
-    info: dict[str, Any] = client.info()
+def verify(client: redis.Redis, url: str = "") -> list[str]:
+    """Warnings about a server; RedisUnusable where it must not be used. Asked at start."""
+    try:
+        return _verify(client.info())
+    except RedisUnusable as error:
+        raise RedisUnusable(f"--redis-url {mask(url)}: {error}" if url else str(error)) from None
+
+
+def _verify(info: dict[str, Any]) -> list[str]:
     if info.get("redis_mode") == "cluster" or info.get("cluster_enabled"):
         raise RedisUnusable(
             "this is a Redis Cluster: Millpond's scripts touch several keys at once; use a single server"
@@ -139,87 +101,22 @@ def verify(client: redis.Redis) -> list[str]:
         raise RedisUnusable("this Redis is a replica and takes no writes; point --redis-url at its master")
     if int(str(info["redis_version"]).split(".")[0]) < 7:
         raise RedisUnusable(f"Redis {info['redis_version']} is too old: 7.0 or later, or Valkey, is needed")
-    policy = info.get("maxmemory_policy", "noeviction")
-    if policy != "noeviction":
-        raise RedisUnusable(
-            f"maxmemory-policy is {policy}: under memory pressure this Redis would delete queued groups; "
-            "run `CONFIG SET maxmemory-policy noeviction` on it"
-        )
+    if evicts := eviction(info):
+        raise RedisUnusable(evicts)
     if not info.get("aof_enabled"):
         return ["this Redis has no append-only file: a restart of it loses what it holds (CONFIG SET appendonly yes)"]
     return []
 
 
-class Outage:
-    """What one verb meets until it gets through: back-off with jitter, RedisDown past the deadline.
-
-    All that its owner meets at the same time is one outage in the log: a line when it begins, a line when it ends.
-    """
-
-    def __init__(self, seen: Seen, patience: float, stop: threading.Event) -> None:
-        self.seen = seen
-        self.patience = patience
-        self.stop = stop
-        self.began: float | None = None
-        self.delay = 0.05
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.began is not None:
-            self.seen.away -= 1
-            if kind is None and not self.seen.away:
-                log.warning("Redis is back after %.1f s", time.monotonic() - self.began)
-
-    def _meet(self, cause: Exception) -> None:
-        self.cause = cause
-        if self.began is None:
-            self.began = time.monotonic()
-            self.seen.away += 1
-            if self.seen.away == 1:
-                log.warning("Redis is away (%s: %s), for at most %.0f s", type(cause).__name__, cause, self.patience)
-
-    def _pause(self) -> float:
-        """Seconds until the next look; Stopped where the owner was asked to end."""
-        if self.stop.is_set():
-            raise Stopped(f"asked to stop while Redis was away ({self.cause})")
-        if self.began is not None and time.monotonic() - self.began > self.patience:
-            raise RedisDown(
-                f"Redis was away for {self.patience:.0f} s (--redis-patience); last: {self.cause}"
-            ) from self.cause
-        if isinstance(self.cause, Restarted):
-            return 0.0
-        self.delay = min(self.delay * 2, 5.0)
-        return self.delay * random.uniform(0.5, 1.0)
-
-    def wait(self, client: redis.Redis, cause: Exception) -> None:
-        """After another failure: returns when the server answers; whether it takes the verb, only the verb can tell."""
-        self._meet(cause)
-        while True:
-            self.stop.wait(self._pause())
-            try:
-                client.ping()
-            except RedisError as error:
-                if not passing(error):
-                    raise
-                self.cause = error
-            else:
-                return
-
-    async def wait_async(self, client: redis.asyncio.Redis, cause: Exception) -> None:
-        """The same for asyncio."""
-        self._meet(cause)
-        while True:
-            await asyncio.sleep(self._pause())
-            try:
-                await client.ping()
-            except RedisError as error:
-                if not passing(error):
-                    raise
-                self.cause = error
-            else:
-                return
+def eviction(info: dict[str, Any]) -> str:
+    """What is wrong with the eviction policy, and what helps; empty where nothing is."""
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy == "noeviction":
+        return ""
+    return (
+        f"maxmemory-policy is {policy}: under memory pressure this Redis would delete queued groups; "
+        "run `CONFIG SET maxmemory-policy noeviction` on it"
+    )
 
 
 def _keep_buffers() -> None:

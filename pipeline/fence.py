@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -17,10 +18,10 @@ import numpy as np
 from redis.exceptions import RedisError, ResponseError
 
 from pipeline.broker import Broker
-from pipeline.connect import Outage, passing
-from pipeline.errors import Fenced, MillpondError, UsageError
+from pipeline.errors import Fenced, MillpondError, RedisUnusable, UsageError
 from pipeline.keys import Keys
 from pipeline.ledger import Ledger
+from pipeline.outage import Outage, passing
 from pipeline.replies import fields_of
 from pipeline.scripts import Arg
 from pipeline.types import Policy
@@ -32,8 +33,12 @@ HEARTBEAT_LIMIT_MS = 20_000
 "A trainer not seen for so long is dead."
 
 
+LOSSES, WITHIN = 20, 60.0
+"So many times in so many seconds may Redis lose what it knew; after that something does it on purpose."
+
+
 class Older(MillpondError):
-    """Redis knows an older epoch than ours: it came back without the end of its log, or was flushed."""
+    """Redis knows less than we do: it came back without the end of its log, was flushed, or lost a key. Says what."""
 
 
 class Fence(Broker):
@@ -50,23 +55,30 @@ class Fence(Broker):
         "fields of `state` that are ours"
         self.latest: Policy | None = None
         "what we published last"
+        self.losses: deque[float] = deque(maxlen=LOSSES)
+        "monotonic times"
+        self.trouble: BaseException | None = None
+        "what ended our pulse: the next verb raises it"
 
     def patiently(self, verb: Callable[[], T]) -> T:
         while True:
+            if self.trouble:
+                raise self.trouble
             try:
                 return super().patiently(verb)
-            except Older:
-                self.returned()
+            except Older as loss:
+                self.tell_again(loss)
 
     def fenced(self, name: str, *args: Arg) -> Any:
         """One fenced script, once; its answer without the fence."""
         answer = self.script(name, self.epoch, self.token, *args)
-        return answer[1:] if self.passes(answer[0]) else None
+        return answer[1:] if self.passes(answer) else None
 
-    def passes(self, fence: bytes) -> bool:
-        if fence == b"older":
-            raise Older("Redis knows an older trainer epoch than ours")
-        if fence == b"fenced":
+    def passes(self, answer: Sequence[Any]) -> bool:
+        """`answer` begins with what the fence said."""
+        if answer[0] == b"older":
+            raise Older(b", ".join(answer[1:]).decode() or f"{self.keys['state']}, or came back older")
+        if answer[0] == b"fenced":
             holder = self.state().get("trainer", "another trainer")
             raise Fenced(f"run {self.keys.run} has been taken over by {holder}; this trainer can change nothing more")
         return True
@@ -132,6 +144,20 @@ class Fence(Broker):
         self.ledger = ledger
         return self._reconcile("restart")
 
+    def tell_again(self, loss: Older) -> None:
+        """Redis knows less than before, and nobody restarted it: it is told again, with back-off where that goes on."""
+        now = time.monotonic()
+        recent = sum(now - when < WITHIN for when in self.losses)
+        if recent == LOSSES:
+            raise RedisUnusable(
+                f"Redis loses keys again and again, {LOSSES} times in {WITHIN:.0f} s, last: {loss}; find out who "
+                "deletes them (CLIENT LIST, MONITOR), or whether it evicts (CONFIG GET maxmemory-policy)"
+            )
+        self.losses.append(now)
+        log.error("Redis has lost: %s (FLUSHALL, DEL or eviction?)", loss)
+        self.stop.wait(min(0.05 * 2**recent, 2.0))
+        self.returned()
+
     def returned(self) -> None:
         """Resync: Redis came back, maybe older, and is told all that we took."""
         if not self.epoch:
@@ -162,9 +188,9 @@ class Fence(Broker):
 
     def _agree(self, args: list[Arg]) -> int:
         """Once through it: Redis is told, and ids that then stand nowhere are to be fed again. Answers how many."""
-        self.passes(self.script("reconcile", self.epoch, self.token, *args)[0])
+        self.passes(self.script("reconcile", self.epoch, self.token, *args))
         self.fenced("renew", *(x for pair in self.said.items() for x in pair))
-        missing = [int(i) for i in np.flatnonzero(self.standing().places() == 0)]
+        missing = [int(i) for i in np.flatnonzero(Broker.standing(self).places() == 0)]
         for start in range(0, len(missing), 1000):
             self.fenced("missing", *missing[start : start + 1000])
         return len(missing)

@@ -7,10 +7,11 @@ from typing import Any
 
 from redis.exceptions import OutOfMemoryError, RedisError
 
-from pipeline.connect import BLOCK, passing
+from pipeline.connect import BLOCK
 from pipeline.errors import MillpondError
 from pipeline.fence import Fence, Older
-from pipeline.replies import Checked, fields_of
+from pipeline.outage import passing
+from pipeline.replies import Checked, Standing, fields_of
 from pipeline.scripts import Arg, load
 from pipeline.types import Policy, Prompt
 
@@ -33,13 +34,16 @@ class TrainerBroker(Fence):
             return ([], found[1]) if alarm else ([found[1]], None)
 
         try:
-            return pop()
+            found = pop()
         except RedisError as error:
             if not passing(error):
                 raise
             self.outage(error)
-        except Older:
-            self.returned()
+        except Older as loss:
+            self.tell_again(loss)
+        else:
+            self.seen.well()
+            return found
         return [], None
 
     def _pop(self, count: int) -> list[bytes]:
@@ -52,7 +56,7 @@ class TrainerBroker(Fence):
             fence, messages, _ = pipe.execute()
         except OutOfMemoryError:
             return list(self.fenced("take_full", count)[0])
-        return list(messages or []) if fence == b"alarm" or self.passes(fence) else []
+        return list(messages or []) if fence == b"alarm" or self.passes([fence]) else []
 
     def hold(self, prompt: Prompt) -> bool:
         """Takes a decoded group's prompt into the ledger; False where it was taken before: discard the message."""
@@ -63,11 +67,13 @@ class TrainerBroker(Fence):
         return True
 
     def check(self, reason: str = "lost", fault: str = "none") -> Checked:
-        """Sends round again what was popped and never reached us; says what we hold and should not."""
+        """Sends round again what was popped and never reached us; says what we hold and should not. Finds out when
+        Redis has lost something, and tells it again."""
 
         def run() -> Any:
             held: list[Arg] = [x for p in self.ledger.taken.values() for x in (p.id, p.attempt)]
-            return self.fenced("check", reason, fault, *held)
+            version = self.latest.version if self.latest else 0
+            return self.fenced("check", reason, fault, len(self.ledger.published), version, *held)
 
         found = Checked.of(self.patiently(run))
         self.ledger.release(found.foreign)
@@ -96,9 +102,9 @@ class TrainerBroker(Fence):
         if r[0] == b"behind":
             raise MillpondError(f"version {policy.version} was to be published, but {int(r[1])} stands already")
         if r[0] == b"older":
-            self.returned()
+            self.tell_again(Older(self.keys["state"]))
             return self.publish(policy, [self.ledger.taken[i] for i in ids if i in self.ledger.taken])
-        self.passes(r[0])
+        self.passes(r)
         self.latest = policy
         self.ledger.publish(ids)
         return self.durable()
@@ -106,7 +112,15 @@ class TrainerBroker(Fence):
     def commit(self, prompts: Sequence[Prompt]) -> list[int]:
         """A complete checkpoint contains these. Answers ids refused, which is an error of the history."""
         flat: list[Arg] = [x for p in prompts for x in (p.id, p.attempt)]
-        refused = [int(x) for x in self.patiently(lambda: self.fenced("commit", *flat))[0]]
+        refused = {int(id) for id in self.patiently(lambda: self.fenced("commit", *flat))[0]}
+        if lost := [p.id for p in prompts if p.id in refused and self.ledger.published.get(p.id) == p]:
+            self.tell_again(Older(f"{len(lost)} entries of {self.keys['open']}"))
+            refused = {int(id) for id in self.patiently(lambda: self.fenced("commit", *flat))[0]}
         self.ledger.commit(p.id for p in prompts)
         self.durable()
-        return refused
+        return sorted(refused)
+
+    def standing(self) -> Standing:
+        """Of a Redis that has lost nothing: a checkpoint is made of it."""
+        self.check()
+        return super().standing()

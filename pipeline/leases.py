@@ -18,14 +18,18 @@ from typing import Any, TypeVar
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from pipeline.config import Agreed
-from pipeline.connect import Outage, Seen, connect_async, passing
+from pipeline.connect import connect_async
 from pipeline.keys import GROUP, Keys
+from pipeline.outage import Outage, Seen, passing
 from pipeline.replies import Lease, Leased, Pulse, flat_fields, lease_of, policy_of, pulse_of, version_of
 from pipeline.scripts import Arg, load
 from pipeline.types import Policy
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+NO_GROUP = "no group"
+"Why nothing is leased where a stream or its consumer group is gone: registering makes both."
 
 
 def new_worker_id() -> str:
@@ -68,7 +72,7 @@ class WorkerBroker:
 
     async def outage(self, error: Exception) -> None:
         """For a verb that is not sent again."""
-        with Outage(self.seen, self.patience, self.stop) as outage:
+        with Outage(self.seen, self.patience, self.stop, again=False) as outage:
             await self.heal(outage, error)
 
     async def heal(self, outage: Outage, error: Exception) -> None:
@@ -128,8 +132,12 @@ class WorkerBroker:
             await self.outage(error)
             return Leased([], None, 0, "outage")
         if r[0] != b"ok":
-            return Leased([], None, 0, r[0].decode() if len(r) == 1 else r[1].decode())
+            why = r[-1].decode()
+            self.suspect = self.suspect or why == NO_GROUP
+            return Leased([], None, 0, why)
         leases = [lease_of(stream.decode(), entry, flat_fields(flat)) for stream, entry, flat in r[3]]
+        if not self.seen.away:
+            self.seen.well()
         return Leased(leases, version_of(r[1]), int(r[2]), "")
 
     async def mine(self) -> list[Lease]:

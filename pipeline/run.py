@@ -62,7 +62,7 @@ def _meet(config: RunConfig, url: str) -> Broker:
     """A Redis that may be used, and has no run of this name but one to be resumed."""
     keys = Keys(config.run or "")
     broker = Broker(url, keys, "run", config.redis_patience)
-    _warn(broker.patiently(lambda: verify(broker.client)))
+    _warn(broker.patiently(lambda: verify(broker.client, url)))
     if broker.exists() and not config.resume:
         raise RunExists(f"run {keys.run} is in this Redis already: --resume goes on with it, another --run is new")
     return broker

@@ -29,6 +29,9 @@ HELPERS = (
     "done",
     "again",
     "popped",
+    "fed",
+    "vanished",
+    "readopt",
 )
 "In the order they may call each other."
 

@@ -129,6 +129,8 @@ class Generator:
     def _start(self, lease: Lease) -> None:
         job = Job(lease, Progress(running=self.rules.n_samples_per_prompt))
         self.jobs[lease] = job
+        if lease in self.jobs:  # its stream's consumer group was lost and made anew, and gave it to us again
+            return
         job.task = asyncio.create_task(self.worker.work(lease, job.progress, self.poke))
         job.task.add_done_callback(lambda task: self._ended(lease, task))
 
@@ -138,8 +140,8 @@ class Generator:
         self.poke.set()
 
     def _notice(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) and not self.over.done():
-            self.over.set_exception(error)
+        if not task.cancelled() and (error := task.exception()):
+            self.fail(error)
 
     # -- weights
 
@@ -196,6 +198,10 @@ class Generator:
         self.broker.stop.set()
         if not self.over.done():
             self.over.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.over.done():
+            self.over.set_exception(error)
 
     async def _listen(self) -> None:
         async for word in self.broker.wakes():

@@ -13,9 +13,9 @@ from lossy import Lossy
 from redis.exceptions import AuthenticationError
 from rig import Rig, agreed, bits, ids, message, policy, records
 
-from pipeline.connect import passing
 from pipeline.errors import RedisDown, Stopped
 from pipeline.ledger import Ledger
+from pipeline.outage import passing
 from pipeline.server import EmbeddedServer
 
 # -- a reply is lost: the verb is sent again, and that must be as good as once
@@ -94,7 +94,7 @@ def plain(rig: Rig) -> dict[str, Any]:
     streams = {s: rig.entries(s) for s in ("prompts", "prompts:retry", "dead")}
     hashes: dict[str, Any] = {h: rig.raw.hgetall(rig.keys[h]) for h in ("open", "counters", "weights", "workers:info")}
     state: Any = rig.raw.hgetall(rig.keys["state"])
-    for name in (b"trainer_seen", b"token", b"tick", b"grace"):
+    for name in (b"trainer_seen", b"token", b"tick", b"grace", b"doing_since", b"pushed_at"):
         state.pop(name, None)
     return {"standing": stand, "groups": rig.groups(), "state": state, **streams, **hashes}
 

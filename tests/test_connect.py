@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import redis
 
-from pipeline.connect import BLOCK, SOCKET_TIMEOUT, Seen, connect, connect_async, verify
+from pipeline.connect import BLOCK, SOCKET_TIMEOUT, connect, connect_async, verify
 from pipeline.errors import RedisUnusable, UsageError
+from pipeline.outage import Seen
 from pipeline.server import EmbeddedServer, find_server
 
 

@@ -11,7 +11,7 @@ from pipeline.pulse import STUCK, TrainerPulse, WorkerPulse
 from pipeline.replies import Pulse
 
 
-def worker_pulse(real: Rig, heard: list[Pulse], silent_for: float = 0.0) -> WorkerPulse:
+def worker_pulse(real: Rig, heard: list[Any], silent_for: float = 0.0) -> WorkerPulse:
     def info() -> tuple[dict[str, Any], int, float]:
         return {"engine": "echo"}, 3, time.monotonic() - silent_for
 
@@ -41,7 +41,7 @@ def test_a_workers_pulse_tells_of_it_and_brings_what_it_must_hear(real: Rig) -> 
     trainer = real.trainer()
     real.worker("w1")
     real.silence("w1", LIMIT - 1000)
-    heard: list[Pulse] = []
+    heard: list[Any] = []
     pulse = worker_pulse(real, heard)
     pulse.beat()
     trainer.renew(paused="1", status="draining")

@@ -1,7 +1,8 @@
--- keys: feed prompts counters wake
+-- keys: feed state prompts counters wake
 -- ARGV: cursor the feeder believes in, then one JSON record a prompt.
 -- Compare-and-set on the cursor, so two feeders cannot feed twice. Answers the cursor as it is now.
-local cursor = tonumber(redis.call('GET', feed) or 0)
+local cursor = fed()
+if type(cursor) == 'table' then return cursor end
 if cursor ~= tonumber(ARGV[1]) then return cursor end
 local dry = redis.call('XLEN', prompts) == (pending(prompts) or 0)
 for i = 2, #ARGV do

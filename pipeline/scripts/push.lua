@@ -21,7 +21,7 @@ if done(p.id) then
   return undo('lost')
 end
 local rules = agreed()
-if not rules then return undo('full') end
+if not rules or redis.call('HEXISTS', state, 'epoch') == 0 then return undo('full') end -- lost: the trainer sets it again
 
 local before = redis.call('LLEN', groups) - 1
 if before == 0 then redis.call('DEL', groups_sizes) else redis.call('LTRIM', groups_sizes, -before, -1) end
@@ -29,6 +29,9 @@ local first, last = redis.call('LINDEX', groups_sizes, 0), redis.call('LINDEX', 
 local total = last and tonumber(string.match(last, ' (%d+)')) or 0
 local oldest_size, oldest_total = string.match(first or '0 0', '(%d+) (%d+)')
 local waiting = total - oldest_total + oldest_size
+if redis.call('LLEN', groups_sizes) < before then -- sizes were lost: what the list takes up is measured
+  waiting = math.max(waiting, (tonumber(redis.pcall('MEMORY', 'USAGE', groups, 'SAMPLES', 0)) or 0) - size)
+end
 if before >= rules.queue_capacity or (before > 0 and waiting + size > rules.queue_max_bytes) then
   redis.call('HSET', state, 'full', 1)
   return undo('full')

@@ -7,6 +7,7 @@ local limit = rules and rules.heartbeat_limit_ms or 20000
 local t = now()
 local tick = tonumber(redis.call('HGET', state, 'tick') or 0)
 redis.call('HSET', state, 'tick', t)
+readopt()
 -- what was heard before the clock went back must not count as life until the clock is there again
 for _, worker in ipairs(redis.call('ZRANGEBYSCORE', workers, '(' .. t, '+inf')) do redis.call('ZADD', workers, t, worker) end
 if t < tick or t - tick > limit / 2 then redis.call('HSET', state, 'grace', t + limit) end
