@@ -23,15 +23,16 @@ Values = dict[str, float]
 class Metrics:
     """`metrics.jsonl`: a line a step, `{"step": 3, "time": unix seconds, name: number, ...}`; its owner's alone."""
 
-    def __init__(self, path: Path, step: int = 0) -> None:
+    def __init__(self, path: Path, step: int = 0, aside: Path | None = None) -> None:
         """`step` is the first that will be written: lines of it and later ones belong to a branch that was given up at
-        a resume and are cut, as is a line that a crash left half written."""
+        a resume and are cut, as is a line that a crash left half written. The file is made anew, as `aside` first: what
+        another owner still writes goes to the old one."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        aside = path.with_name(path.name + ".new")
-        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.writelines(_history(path, step))
+        aside = aside or path.with_name(path.name + ".new")
+        self._file: IO[bytes] = os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+        self._file.writelines(_history(path, step))
+        self._file.flush()
         aside.replace(path)
-        self._file: IO[bytes] = path.open("ab")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """What is not finite becomes null: a step of NaNs is still a line, and JSON."""

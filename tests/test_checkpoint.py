@@ -18,9 +18,11 @@ from pipeline.ledger import Ledger, get_bit, set_bit
 from pipeline.types import Prompt
 from producers.engines.echo import EchoEngine
 from trainer import checkpoint
+from trainer.backends.base import Backend
 from trainer.backends.echo import EchoBackend
 from trainer.checkpoint import Checkpoint
 from trainer.start import Beginning, begin
+from trainer.workshop import Workshop
 
 
 def prompt(id: int) -> Prompt:
@@ -29,6 +31,17 @@ def prompt(id: int) -> Prompt:
 
 def point(folder: Path, step: int, **ledger: object) -> Checkpoint:
     return Checkpoint(folder / f"{step:08d}", step, step + 1, ((5, 2),), 3, Ledger(**ledger))  # type: ignore[arg-type]
+
+
+def save(point: Checkpoint, backend: Backend | None = None) -> None:
+    """As a trainer at work does."""
+    shop = Workshop(point.folder.parent, 1)
+    shop.folder.mkdir(parents=True, exist_ok=True)
+    checkpoint.save(point, backend or EchoBackend(0.0), shop)
+
+
+def seen(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if not path.name.startswith(".trainer-"))
 
 
 def quick() -> EchoEngine:
@@ -84,7 +97,7 @@ def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     backend = EchoBackend(0.0)
     backend.train([], 0)
     ledger = {"committed": bytearray(b"\xf0\x01"), "dropped": b"\x08", "dead": b"", "cursor": 17}
-    checkpoint.save(point(tmp_path, 20, **ledger), backend)
+    save(point(tmp_path, 20, **ledger), backend)
     found = checkpoint.read(tmp_path / "00000020")
     assert found == point(tmp_path, 20, **ledger)
     other = EchoBackend(0.0)
@@ -98,38 +111,38 @@ def test_a_checkpoint_that_fails_on_the_way_is_not_there(tmp_path: Path) -> None
             super().save(folder)
             raise OSError("no space left on device")
 
-    checkpoint.save(point(tmp_path, 2), EchoBackend(0.0))
+    save(point(tmp_path, 2))
     with pytest.raises(OSError, match="no space"):
-        checkpoint.save(point(tmp_path, 4), Full(0.0))
-    assert [path.name for path in tmp_path.iterdir()] == ["00000002"]
+        save(point(tmp_path, 4), Full(0.0))
+    assert seen(tmp_path) == ["00000002"]
     assert checkpoint.newest(tmp_path) == tmp_path / "00000002"
 
 
 def test_the_newest_is_the_highest_step_and_what_is_aside_does_not_count(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path / "nowhere") is None
     for step in (20, 100000000, 3):
-        checkpoint.save(point(tmp_path, step), EchoBackend(0.0))
-    (tmp_path / ".aside-999999999-1@elsewhere").mkdir()
+        save(point(tmp_path, step))
+    (tmp_path / ".trainer-7/999999999").mkdir(parents=True)
     assert checkpoint.newest(tmp_path) == tmp_path / "100000000"
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (2, 4, 6, 8):
-        checkpoint.save(point(tmp_path, step), EchoBackend(0.0))
-    checkpoint.prune(tmp_path, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000006", "00000008"]
+        save(point(tmp_path, step))
+    checkpoint.prune(Workshop(tmp_path, 1), 2)
+    assert seen(tmp_path) == ["00000006", "00000008"]
 
 
 def test_what_comes_after_a_step_can_be_put_out_of_the_way(tmp_path: Path) -> None:
     for step in (2, 4, 6):
-        checkpoint.save(point(tmp_path, step), EchoBackend(0.0))
-    assert checkpoint.give_up(tmp_path, 2) == ["00000004", "00000006"]
+        save(point(tmp_path, step))
+    assert checkpoint.give_up(Workshop(tmp_path, 1), 2) == ["00000004", "00000006"]
     assert checkpoint.newest(tmp_path) == tmp_path / "00000002"
-    checkpoint.save(point(tmp_path, 4), EchoBackend(0.0))
-    checkpoint.prune(tmp_path, 1)
+    save(point(tmp_path, 4))
+    checkpoint.prune(Workshop(tmp_path, 1), 1)
     assert checkpoint.newest(tmp_path) == tmp_path / "00000004"
-    assert checkpoint.give_up(tmp_path, 2) == ["00000004"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000004.given-up", "00000006.given-up"]
+    assert checkpoint.give_up(Workshop(tmp_path, 1), 2) == ["00000004"]
+    assert seen(tmp_path) == ["00000004.given-up", "00000006.given-up"]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +156,7 @@ def test_what_comes_after_a_step_can_be_put_out_of_the_way(tmp_path: Path) -> No
     ],
 )
 def test_what_is_no_checkpoint_is_refused_with_its_path(tmp_path: Path, name: str, content: str | None) -> None:
-    checkpoint.save(point(tmp_path, 2), EchoBackend(0.0))
+    save(point(tmp_path, 2))
     file = tmp_path / "00000002" / name
     file.unlink() if content is None else file.write_text(content)
     with pytest.raises(UsageError, match=r"--load .*00000002: not a Millpond checkpoint"):
@@ -186,7 +199,7 @@ def test_a_run_that_is_there_is_refused_without_resume_and_left_as_it_is(real: R
 
 
 def test_a_new_run_in_a_folder_with_checkpoints_is_refused(real: Rig, tmp_path: Path) -> None:
-    checkpoint.save(point(tmp_path / "checkpoints", 2), EchoBackend(0.0))
+    save(point(tmp_path / "checkpoints", 2))
     with pytest.raises(RunExists, match=r"has checkpoints of an earlier run: --resume goes on from them"):
         loop_of(real, tmp_path)
     assert not real.raw.exists(real.keys["state"])

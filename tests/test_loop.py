@@ -19,6 +19,7 @@ from pipeline.types import Group
 from producers.engines.echo import EchoEngine
 from trainer import checkpoint
 from trainer.backends.echo import EchoBackend
+from trainer.weights import versions
 
 
 def quick() -> EchoEngine:
@@ -57,8 +58,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def saved(folder: Path) -> list[int]:
-    root = folder / "checkpoints"
-    return sorted(int(path.name) for path in root.iterdir()) if root.is_dir() else []
+    return sorted(versions(folder / "checkpoints"))
 
 
 def holds(rig: Rig) -> dict[str, int]:
@@ -155,7 +155,7 @@ def test_old_weights_are_deleted_but_for_those_that_workers_use(real: Rig, tmp_p
         loop = loop_of(real, tmp_path, num_rollout=6)
         real.do(real.new_worker("slow").register({"version": 2, "loading": None}))
         run(loop)
-    kept = {int(path.name) for path in (tmp_path / "weights").iterdir()}
+    kept = set(versions(tmp_path / "weights"))
     assert {2, 6, 7} <= kept
     assert len(kept) <= 5  # another two where the quick worker is behind
 

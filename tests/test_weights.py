@@ -3,7 +3,6 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -14,7 +13,8 @@ import pytest
 
 from pipeline.errors import WeightsError
 from trainer.backends.echo import EchoBackend
-from trainer.weights import aside, clean, digest, newest_version, save_aside
+from trainer.weights import clean, digest, newest_version, save
+from trainer.workshop import Workshop, last_epoch, made
 
 
 class Files(EchoBackend):
@@ -32,8 +32,20 @@ class Files(EchoBackend):
         (folder / "config.json").write_text("{}")
 
 
+def shop(root: Path, epoch: int = 1) -> Workshop:
+    """That of a trainer at work."""
+    found = Workshop(root, epoch)
+    found.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return found
+
+
+def seen(root: Path) -> list[str]:
+    """What is in place under `root`."""
+    return sorted(path.name for path in root.iterdir() if not path.name.startswith(".trainer-"))
+
+
 def test_weights_appear_under_their_version_with_their_digest(tmp_path: Path) -> None:
-    path, found = save_aside(Files(), tmp_path / "weights", 12)
+    path, found = save(Files(), shop(tmp_path / "weights"), 12)
     assert path == tmp_path / "weights" / "00000012"
     assert sorted(p.name for p in path.iterdir()) == ["config.json", "model.safetensors"]
     assert found == hashlib.sha256(b"model.safetensors\x007\x00tensors").hexdigest()
@@ -41,8 +53,7 @@ def test_weights_appear_under_their_version_with_their_digest(tmp_path: Path) ->
 
 
 def test_only_the_owner_can_read_them(tmp_path: Path) -> None:
-    path, _ = save_aside(Files(), tmp_path / "weights", 1)
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    path, _ = save(Files(), shop(tmp_path), 1)
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert {stat.S_IMODE(p.stat().st_mode) for p in path.iterdir()} == {0o600}
 
@@ -61,7 +72,7 @@ def test_the_digest_tells_names_and_contents_apart(tmp_path: Path) -> None:
 
 
 def test_a_backend_without_weights_has_an_empty_digest(tmp_path: Path) -> None:
-    path, found = save_aside(EchoBackend(0.0), tmp_path, 3)
+    path, found = save(EchoBackend(0.0), shop(tmp_path), 3)
     assert found == ""
     assert list(path.iterdir()) == []
     assert newest_version(tmp_path) == 3
@@ -69,58 +80,69 @@ def test_a_backend_without_weights_has_an_empty_digest(tmp_path: Path) -> None:
 
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space"):
-        save_aside(Files(fail=True), tmp_path, 1)
-    assert list(tmp_path.iterdir()) == []
+        save(Files(fail=True), shop(tmp_path), 1)
+    assert seen(tmp_path) == []
     assert newest_version(tmp_path) == 0
 
 
 def test_a_version_is_never_written_twice(tmp_path: Path) -> None:
-    path, _ = save_aside(Files(), tmp_path, 1)
+    path, _ = save(Files(), shop(tmp_path), 1)
     with pytest.raises(WeightsError, match="00000001"):
-        save_aside(Files(content=b"others"), tmp_path, 1)
+        save(Files(content=b"others"), shop(tmp_path), 1)
     assert (path / "model.safetensors").read_bytes() == b"tensors"
-    assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
+    assert seen(tmp_path) == ["00000001"]
 
 
-def test_a_writer_that_is_killed_leaves_nothing_visible_and_the_next_one_tidies_up(tmp_path: Path) -> None:
+def test_a_writer_that_is_killed_leaves_nothing_visible(tmp_path: Path) -> None:
+    shop(tmp_path)
     script = (
         "import os, pathlib, signal, sys\n"
-        "from trainer.weights import aside\n"
-        "with aside(pathlib.Path(sys.argv[1]) / '00000001') as folder:\n"
+        "from trainer.workshop import Workshop\n"
+        "with Workshop(pathlib.Path(sys.argv[1]), 1).making('00000001') as folder:\n"
         "    (folder / 'model.safetensors').write_bytes(b'half')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=Path(__file__).parents[1], check=False)
     assert ended.returncode == -signal.SIGKILL
-    assert len(list(tmp_path.iterdir())) == 1
+    assert seen(tmp_path) == []
     assert newest_version(tmp_path) == 0
-    save_aside(Files(), tmp_path, 1)
-    assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
+    assert os.listdir(shop(tmp_path).folder) == ["00000001"]
+    save(Files(), shop(tmp_path, 2), 1)
+    assert seen(tmp_path) == ["00000001"]
 
 
-def test_only_leftovers_of_the_dead_are_tidied_up(tmp_path: Path) -> None:
-    host = socket.gethostname()
-    left = {
-        "living": tmp_path / f".aside-00000001-{os.getppid()}@{host}",
-        "mine, from a former life": tmp_path / f".aside-00000001-{os.getpid()}@{host}",
-        "elsewhere, at work": tmp_path / ".aside-00000001-1@elsewhere",
-        "elsewhere, long silent": tmp_path / ".aside-00000002-1@elsewhere",
-    }
-    for folder in left.values():
-        folder.mkdir()
-    long_ago = time.time() - 100_000
-    os.utime(left["elsewhere, long silent"], (long_ago, long_ago))
-    save_aside(Files(), tmp_path, 3)
-    assert [name for name, folder in left.items() if folder.exists()] == ["living", "elsewhere, at work"]
+def test_without_its_workshop_a_trainer_puts_nothing_in_place_and_takes_nothing_away(tmp_path: Path) -> None:
+    old, new = shop(tmp_path, 1), shop(tmp_path, 2)
+    save(Files(), old, 1)
+    late = old.making("00000002")
+    (late.__enter__() / "model.safetensors").write_bytes(b"made by the old one")
+    new.take_away(old.folder)
+    with pytest.raises(FileNotFoundError):
+        late.__exit__(None, None, None)
+    with pytest.raises(FileNotFoundError), old.making("00000003"):
+        pass
+    clean(old, set())
+    with pytest.raises(FileNotFoundError):
+        old.set_aside(tmp_path / "00000001", "00000001.given-up")
+    assert seen(tmp_path) == ["00000001"]
+    assert (tmp_path / "00000001/model.safetensors").read_bytes() == b"tensors"
+
+
+def test_the_last_epoch_is_that_of_the_newest_workshop_anywhere(tmp_path: Path) -> None:
+    assert last_epoch(tmp_path / "nowhere") == 0
+    for place, epoch in ((tmp_path, 2), (tmp_path / "weights", 11), (tmp_path / "checkpoints", 9)):
+        shop(place, epoch)
+    (tmp_path / ".trainer-x").mkdir()
+    assert last_epoch(tmp_path) == 11
 
 
 def test_clean_deletes_all_versions_but_those_to_keep(tmp_path: Path) -> None:
     for version in (1, 2, 3, 100_000_000):
-        save_aside(Files(), tmp_path, version)
+        save(Files(), shop(tmp_path), version)
     other = tmp_path / "notes"
     other.mkdir()
-    clean(tmp_path, {2, 7})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["00000002", "notes"]
+    clean(shop(tmp_path), {2, 7})
+    assert seen(tmp_path) == ["00000002", "notes"]
 
 
 def test_versions_are_compared_as_numbers(tmp_path: Path) -> None:
@@ -131,16 +153,23 @@ def test_versions_are_compared_as_numbers(tmp_path: Path) -> None:
 
 
 def test_cleaning_where_nothing_is_does_nothing(tmp_path: Path) -> None:
-    clean(tmp_path / "missing", set())
+    clean(Workshop(tmp_path / "missing", 1), set())
 
 
 def test_a_filled_folder_takes_its_place_in_one_step(tmp_path: Path) -> None:
-    final = tmp_path / "deep" / "checkpoint"
-    with aside(final) as folder:
+    folder, final = tmp_path / "making", tmp_path / "checkpoint"
+    folder.mkdir()
+    with made(folder, final):
         (folder / "sub").mkdir()
         (folder / "sub" / "file").write_text("x")
         assert not final.exists()
     assert (final / "sub" / "file").read_text() == "x"
+
+
+def test_not_even_an_empty_folder_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "00000001").mkdir()
+    with pytest.raises(WeightsError, match="there already"), shop(tmp_path).making("00000001"):
+        pass
 
 
 def test_the_echo_backend_goes_on_counting_after_a_load(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ checkpoints/00000040.given-up/   of a branch that was given up by going back to 
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,8 @@ from pipeline.errors import UsageError
 from pipeline.ledger import Ledger, set_bit
 from pipeline.replies import Standing
 from trainer.backends.base import Backend
-from trainer.weights import aside, clean, newest_version
+from trainer.weights import clean, newest_version, versions
+from trainer.workshop import Workshop
 
 BITS = ("committed", "dropped", "dead")
 
@@ -38,9 +38,9 @@ class Checkpoint:
     ledger: Ledger
 
 
-def save(now: Checkpoint, backend: Backend) -> None:
+def save(now: Checkpoint, backend: Backend, shop: Workshop) -> None:
     """Writes it to its folder; durable and complete when this returns."""
-    with aside(now.folder) as folder:
+    with shop.making(now.folder.name) as folder:
         (folder / "model").mkdir()
         backend.save(folder / "model")
         for name in BITS:
@@ -83,18 +83,15 @@ def read(folder: Path) -> Checkpoint:
         raise UsageError(f"--load {folder}: not a Millpond checkpoint ({error})") from None
 
 
-def give_up(root: Path, step: int) -> list[str]:
+def give_up(shop: Workshop, step: int) -> list[str]:
     """Names of what is out of the way now: checkpoints after `step` belong to a branch that is given up, and would be
     taken for the newest. They are kept, for people, as NAME.given-up."""
-    later = [path for path in root.glob("*") if path.name.isdigit() and int(path.name) > step]
-    for path in later:
-        hidden = path.with_name(f"{path.name}.given-up")
-        shutil.rmtree(hidden, ignore_errors=True)
-        path.rename(hidden)
-    return sorted(path.name for path in later)
+    later = sorted((path.name for found, path in versions(shop.root).items() if found > step), reverse=True)
+    for name in later:  # the newest first: dying half-way, this leaves the start of one branch
+        shop.set_aside(shop.root / name, f"{name}.given-up")
+    return later[::-1]
 
 
-def prune(root: Path, keep: int) -> None:
+def prune(shop: Workshop, keep: int) -> None:
     """Deletes all but the `keep` newest."""
-    steps = sorted(int(p.name) for p in root.iterdir() if p.name.isdigit())
-    clean(root, set(steps[-keep:]))
+    clean(shop, set(sorted(versions(shop.root))[-keep:]))

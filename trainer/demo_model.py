@@ -5,10 +5,11 @@ A stock Qwen3 of 85,120 parameters over single characters; it learns the default
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from trainer.weights import aside
+from trainer.workshop import made
 
 CHARACTERS = "0123456789+=CRSNAM:"
 SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -22,7 +23,9 @@ def make(folder: Path, seed: int) -> None:
     from transformers.utils import logging as chatter
 
     chatter.disable_progress_bar()
-    with aside(folder) as hidden:
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    hidden = Path(tempfile.mkdtemp(prefix=".model-", dir=folder.parent))
+    with made(hidden, folder):
         _tokenizer().save_pretrained(hidden)
         _model(seed).save_pretrained(hidden)
 

@@ -22,6 +22,7 @@ from trainer import checkpoint, weights
 from trainer.backends.base import Backend
 from trainer.report import Reporter
 from trainer.start import Beginning
+from trainer.workshop import Workshop
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +82,8 @@ class Loop:
 
     def publish(self, version: int) -> None:
         """Write aside, rename, then announce. Room opens for what these weights were trained on."""
-        root = self.folder / "weights"
-        path, digest = weights.save_aside(self.backend, root, version)
+        shop = Workshop(self.folder / "weights", self.broker.epoch)
+        path, digest = weights.save(self.backend, shop, version)
         where = str(path.resolve()) if digest else ""
         policy = Policy(version, where, "hf", digest, self.now.step, time.time(), self.now.lineage)
         trained = list(self.broker.ledger.taken.values())
@@ -90,7 +91,7 @@ class Loop:
         self.now = replace(self.now, version=version)
         if self.config.save_interval == 0:
             self.broker.commit(trained)
-        weights.clean(root, {version, version - 1} | self.broker.worker_versions())
+        weights.clean(shop, {version, version - 1} | self.broker.worker_versions())
 
     def save(self) -> None:
         """A checkpoint if there is anything new, then the commit of what it contains. What was trained is published
@@ -102,17 +103,18 @@ class Loop:
         if self.config.save_interval == 0 or self.saved == self.now.step:
             return
         ledger = checkpoint.ledger_of(self.broker.standing(), book)
-        root = self.folder / "checkpoints"
+        shop = Workshop(self.folder / "checkpoints", self.broker.epoch)
         now = self.now
         checkpoint.save(
             checkpoint.Checkpoint(
-                root / f"{now.step:08d}", now.step, now.version, now.lineage, self.broker.epoch, ledger
+                shop.root / f"{now.step:08d}", now.step, now.version, now.lineage, shop.epoch, ledger
             ),
             self.backend,
+            shop,
         )
         refused = self.broker.commit(list(book.published.values()))
         if refused:
             log.error("trained here, but not ours to commit in Redis: prompts %s", refused)
         book.dropped, book.dead, book.cursor = ledger.dropped, ledger.dead, ledger.cursor
         self.saved = now.step
-        checkpoint.prune(root, self.config.save_keep)
+        checkpoint.prune(shop, self.config.save_keep)

@@ -11,6 +11,7 @@ from pipeline import metrics
 from pipeline.fenced import TrainerBroker
 from pipeline.log import fields
 from trainer.start import Beginning
+from trainer.workshop import Workshop
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ class Reporter:
     """Keeps what the figures of a step are differences to."""
 
     def __init__(self, path: Path, broker: TrainerBroker, step: int) -> None:
-        self.file = metrics.Metrics(path, step + 1)
+        self.file = metrics.Metrics(path, step + 1, Workshop(path.parent, broker.epoch).folder / path.name)
         self.broker = broker
         self.counters = broker.counters()
         self.since = time.monotonic()

@@ -18,6 +18,7 @@ from pipeline.modes import agreed
 from trainer import checkpoint
 from trainer.backends.base import Backend
 from trainer.weights import newest_version
+from trainer.workshop import Workshop, claim, last_epoch
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +44,12 @@ def begin(config: TrainConfig, broker: TrainerBroker, backend: Backend, folder: 
             f"--resume: run {broker.keys.run} was trained without checkpoints (--save-interval 0) and cannot "
             "go on; start a new run from its last weights, with --hf-checkpoint and a folder under weights/"
         )
-    _take_over(config, broker, found.epoch if found else 0)
+    _take_over(config, broker, max(found.epoch if found else 0, last_epoch(folder)))
+    claim(folder, broker)
     found = _load(config, folder)  # again: another trainer that was waited for may have saved
     if found:
         backend.load(found.folder / "model")
-        later = checkpoint.give_up(folder / "checkpoints", found.step)
+        later = checkpoint.give_up(Workshop(folder / "checkpoints", broker.epoch), found.step)
         if later:
             log.warning("checkpoints after step %d are given up, and renamed: %s", found.step, ", ".join(later))
     broker.configure(agreed(config).model_dump_json())
