@@ -11,6 +11,11 @@ from rig import Rig
 from pipeline.server import EmbeddedServer
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--chaos-seed", type=int, help="seed of a test in tests/chaos that is to be played again")
+    parser.addoption("--soak-minutes", type=float, default=30.0, help="how long `-m soak` goes on")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "spared(why): not asked of fakeredis; why is a key of fake.SPARED")
 

@@ -1,0 +1,150 @@
+"""The kinds of faults, each a function of the cast and of what was drawn for it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from cast import Cast
+from link import COMMAND, REPLY
+from plan import Fault
+from processes import Started
+
+Act = Callable[[Cast, Fault], None]
+PARTS = ("trainer", "feeder", "generator")
+
+
+def who(part: str, fault: Fault) -> str:
+    """The process meant; of the generators either."""
+    return f"generator-{int(fault.share * 100) % 2}" if part == "generator" else part
+
+
+def killed(part: str) -> Act:
+    def act(cast: Cast, fault: Fault) -> None:
+        name = who(part, fault)
+        cast.playing[name].kill()
+        cast.lock(name, min(fault.lasts, 3.0), lambda: cast.again(name))
+
+    return act
+
+
+def stopped(part: str) -> Act:
+    """SIGSTOP: it holds what it holds, and goes on as if nothing had been."""
+
+    def act(cast: Cast, fault: Fault) -> None:
+        name = who(part, fault)
+        one = cast.playing[name]
+        one.kill(signal.SIGSTOP)
+        cast.lock(name, fault.lasts, lambda: one.kill(signal.SIGCONT))
+
+    return act
+
+
+def sent_away(part: str) -> Act:
+    """SIGTERM: it ends in order, and another comes."""
+
+    def act(cast: Cast, fault: Fault) -> None:
+        name = who(part, fault)
+        one = cast.playing[name]
+        one.kill(signal.SIGTERM)
+
+        def another() -> None:
+            code = one.wait()
+            if name == "trainer" and code == 0:  # the run was at its end
+                return
+            if code != 130:  # a generator that could not reach Redis meanwhile says 130 too
+                one.ends(130 if name == "trainer" else 0)
+            cast.lock(name, min(fault.lasts, 3.0), lambda: cast.again(name))
+
+        cast.ends(name, one, another)
+
+    return act
+
+
+def replaced(cast: Cast, fault: Fault) -> None:
+    """The trainer is stopped, another takes over, the first wakes up. Whoever took over last goes on (the first may
+    have been stopped before it had done so); the other is told so, and has changed nothing."""
+    first = cast.playing["trainer"]
+    first.kill(signal.SIGSTOP)
+    cast.again("trainer")
+    second = cast.playing["trainer"]
+
+    def told(loser: Started, winner: Started) -> None:
+        assert "has been taken over by" in loser.ends(4)
+        cast.playing["trainer"] = winner
+        cast.no_longer(winner)
+        cast.busy.discard("trainer")
+
+    cast.ends("trainer", first, lambda: told(first, second))
+    cast.ends("trainer", second, lambda: told(second, first))
+    cast.after(1.0 + fault.lasts, lambda: first.kill(signal.SIGCONT))
+
+
+def clock_jumps(cast: Cast, fault: Fault) -> None:
+    """The clock of a worker's machine, an hour forth or back, and later as it was."""
+    one = cast.playing[who("generator", fault)]
+    clock = cast.seen / f"clock-{one.process.pid}"
+    clock.write_text("3600" if fault.share < 0.5 else "-3600")
+    cast.after(fault.lasts, lambda: clock.unlink())
+
+
+def linked(order: Callable[[Cast, Fault, str], None], part: str) -> Act:
+    return lambda cast, fault: order(cast, fault, who(part, fault))
+
+
+def slow(cast: Cast, fault: Fault, name: str) -> None:
+    link = cast.links[name]
+    link.slow(0.02 + 0.3 * fault.share)
+    cast.after(fault.lasts, lambda: link.slow(0))
+
+
+def hole(cast: Cast, fault: Fault, name: str) -> None:
+    link = cast.links[name]
+    link.hole()
+    cast.lock(f"link of {name}", fault.lasts, lambda: link.fill(late=fault.share < 0.5))
+
+
+def refused(cast: Cast, fault: Fault, name: str) -> None:
+    link = cast.links[name]
+    link.refuse()
+    cast.lock(f"link of {name}", fault.lasts, link.heal)
+
+
+ORDERS: dict[str, Callable[[Cast, Fault, str], None]] = {
+    "slow": slow,
+    "swallows all": hole,
+    "refuses": refused,
+    "reset": lambda cast, fault, name: cast.links[name].reset(),
+    "half closed by Redis": lambda cast, fault, name: cast.links[name].half_close(REPLY),
+    "half closed by the process": lambda cast, fault, name: cast.links[name].half_close(COMMAND),
+    "cut in a command": lambda cast, fault, name: cast.links[name].cut(COMMAND, fault.share),
+    "cut in a reply": lambda cast, fault, name: cast.links[name].cut(REPLY, fault.share),
+    "loses a reply": lambda cast, fault, name: cast.links[name].cut(REPLY, 0.0),
+}
+
+DEATHS: dict[str, Act] = {
+    **{f"{part} killed": killed(part) for part in PARTS},
+    **{f"{part} stopped": stopped(part) for part in PARTS},
+    **{f"{part} sent away": sent_away(part) for part in ("trainer", "generator")},
+    "trainer replaced while it was stopped": replaced,
+    "generator's clock jumps": clock_jumps,
+}
+REDIS: dict[str, Act] = {
+    "Redis killed": lambda cast, fault: cast.kill_redis(min(fault.lasts, 3.0), 0),
+    "Redis killed, the end of its log lost": lambda cast, fault: cast.kill_redis(
+        min(fault.lasts, 3.0), int(1 + 50_000 * fault.share**3)
+    ),
+    "Redis stopped": lambda cast, fault: cast.stop_redis(fault.lasts),
+    "Redis's disk full": lambda cast, fault: cast.fill_disk(fault.lasts, int(3000 * fault.share)),
+}
+LINKS: dict[str, Act] = {f"link of {p} {word}": linked(order, p) for word, order in ORDERS.items() for p in PARTS}
+KINDS = {**DEATHS, **REDIS, **LINKS}
+
+
+def ready(cast: Cast, fault: Fault) -> bool:
+    """Whether the victim is not in trouble already."""
+    words = fault.kind.split()
+    if fault.kind in LINKS:
+        name = who(words[2], fault)
+        return f"link of {name}" not in cast.busy and not cast.links[name].ordered
+    return ("redis" if fault.kind in REDIS else who(words[0].removesuffix("'s"), fault)) not in cast.busy
