@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from consumers.staleness import ABORTED, FRESH, FUTURE, STALE, Limit, by_verdict, statistics
 from pipeline.codec import decode
@@ -136,7 +135,7 @@ class Drain:
             self.counts["quarantined"] += spoiled
             self._check("quarantined", "strike")
         if messages:
-            self.heard = time.monotonic()
+            self.heard = self.broker.clock()
         return bool(messages)
 
     def _size(self, group: Group) -> None:
@@ -179,7 +178,7 @@ class Drain:
     # -- waiting
 
     def _patience(self) -> None:
-        now = time.monotonic()
+        now = self.broker.clock()
         silent = now - self.heard
         if silent >= self.rules.starve_timeout:
             raise Starved(f"no group for {silent:.0f} s (--starve-timeout): {self._missing()}")

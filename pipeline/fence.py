@@ -33,7 +33,7 @@ HEARTBEAT_LIMIT_MS = 20_000
 "A trainer not seen for so long is dead."
 
 
-LOSSES, WITHIN = 20, 60.0
+LOSSES, WITHIN = 10, 60.0
 "So many times in so many seconds may Redis lose what it knew; after that something does it on purpose."
 
 
@@ -155,7 +155,7 @@ class Fence(Broker):
             )
         self.losses.append(now)
         log.error("Redis has lost: %s (FLUSHALL, DEL or eviction?)", loss)
-        self.stop.wait(min(0.05 * 2**recent, 2.0))
+        self.stop.wait(min(0.02 * 2**recent, 1.0))
         self.returned()
 
     def returned(self) -> None:

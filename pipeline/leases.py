@@ -133,11 +133,13 @@ class WorkerBroker:
             return Leased([], None, 0, "outage")
         if r[0] != b"ok":
             why = r[-1].decode()
-            self.suspect = self.suspect or why == NO_GROUP
-            return Leased([], None, 0, why)
-        leases = [lease_of(stream.decode(), entry, flat_fields(flat)) for stream, entry, flat in r[3]]
+            if why == NO_GROUP:
+                log.warning("Redis has lost a prompt stream or its consumer group: this worker makes it anew")
+                self.suspect = True
         if not self.seen.away:
             self.seen.well()
+            return Leased([], None, 0, why)
+        leases = [lease_of(stream.decode(), entry, flat_fields(flat)) for stream, entry, flat in r[3]]
         return Leased(leases, version_of(r[1]), int(r[2]), "")
 
     async def mine(self) -> list[Lease]:

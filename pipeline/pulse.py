@@ -33,8 +33,8 @@ STUCK = 60.0
 
 
 class _Beat(threading.Thread):
-    """Calls `beat` every few seconds and reaps silent workers. An outage is for the owner's verbs to wait out; what else
-    Redis answers ends the owner."""
+    """Calls `beat` every few seconds and reaps silent workers. An outage is for the owner's verbs to wait out; any
+    other error of Redis ends the owner."""
 
     def __init__(self, url: str, keys: Keys, name: str) -> None:
         super().__init__(name=f"{name}-pulse", daemon=True)

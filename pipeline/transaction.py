@@ -16,8 +16,6 @@ import redis.asyncio
 from redis import exceptions
 from redis.asyncio.client import Pipeline
 
-LIMIT = 10.0
-"Seconds for the write and all replies."
 COPIED = 6000
 "Bytes; a larger argument is sent from where it is."
 
@@ -29,12 +27,13 @@ class Transaction(Pipeline):
         """The commands' replies as they came; raises what Redis refused first."""
         commands: list[tuple[Any, ...]] = [("MULTI",), *(args for args, _ in self.command_stack), ("EXEC",)]
         connection = await self.connection_pool.get_connection()
+        limit = connection.socket_timeout  # for the write and all replies
         try:
-            async with asyncio.timeout(LIMIT):
+            async with asyncio.timeout(limit):
                 await connection.send_packed_command(_packed(connection, commands))
                 return await _replies(connection, len(commands))
         except TimeoutError:  # the cancelled read has closed the connection
-            raise exceptions.TimeoutError(f"no reply to a transaction within {LIMIT:.0f} s") from None
+            raise exceptions.TimeoutError(f"no reply to a transaction within {limit} s") from None
         finally:
             await self.connection_pool.release(connection)
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from rig import Rig, policy
+from make import at_work, crew, feed, feeding, loop_of, until
+from make import run as run_loop
+from processes import holds
+from rig import Rig, ids, ones, policy, records
 
+from pipeline.audit import audit
+from pipeline.errors import RedisDown, RedisUnusable
+from pipeline.fence import LOSSES
 from pipeline.keys import GROUP, NAMES
+from pipeline.server import EmbeddedServer
+from pipeline.types import Group
+from producers.engines.echo import EchoEngine
+from trainer.backends.echo import EchoBackend
 
 
 class Busy:
@@ -62,18 +73,8 @@ VANISHES: dict[str, Callable[[Busy], Any]] = {
     "an unsettled id": lambda b: b.rig.raw.zrem(b.rig.keys["unsettled"], "7"),
     "cursor and what is committed": lambda b: b.rig.raw.delete(*(b.rig.keys[n] for n in ("feed", "done:committed"))),
 }
-HARMLESS = [
-    "groups",
-    "groups:sizes",
-    "workers",
-    "workers:info",
-    "workers:spare",
-    "alarm",
-    "errors",
-    "dead",
-    "quarantine",
-    "counters",
-]
+HARMLESS = ("groups", "groups:sizes", "workers", "workers:info", "workers:spare", "alarm", "errors", "dead")
+HARMLESS += ("quarantine", "counters")
 "Keys whose loss loses no prompt, or no more than a trainer's check finds without asking why."
 
 
@@ -99,3 +100,174 @@ def test_what_vanishes_is_told_again_and_every_prompt_is_trained_once(
     run.finish(busy.trainer, busy.worker, 24)
     assert run.ended() | run.ended("dropped") | run.ended("dead") == set(range(24))
     assert run.ended("dropped") | run.ended("dead") <= {12, 13}
+
+
+def test_a_redis_that_loses_keys_again_and_again_ends_the_trainer_with_what_it_loses(run: Rig) -> None:
+    trainer = run.trainer()
+    trainer.stop.set()  # no back-off
+    for _ in range(LOSSES):
+        run.raw.delete(run.keys["config"])
+        trainer.check()
+    run.raw.delete(run.keys["config"])
+    with pytest.raises(RedisUnusable, match=rf"again and again.*{run.keys['config']}.*maxmemory-policy"):
+        trainer.check()
+
+
+def test_who_was_silent_when_the_list_of_workers_was_lost_is_still_found_dead(run: Rig) -> None:
+    trainer = run.trainer()
+    run.feeder(2)
+    dead, living = run.worker("dead"), run.worker("living")
+    run.lease(dead, 1)
+    run.lease(living, 1)
+    run.raw.delete(run.keys["workers"])
+    run.do(living.register({}))
+    assert run.reap() == []
+    run.silence("dead")
+    assert run.reap() == ["dead"]
+    assert run.consumers() == {"living"}
+    run.finish(trainer, living, 2)
+
+
+def test_the_byte_cap_holds_where_the_sizes_were_lost(real: Rig) -> None:
+    trainer = real.trainer(queue_max_bytes=10_000)
+    real.feeder(5)
+    worker = real.worker()
+    leases = real.lease(worker, 5)
+    assert real.push(worker, leases[:3], 3000) == ["pushed"] * 3
+    real.raw.delete(real.keys["groups:sizes"])
+    assert real.push(worker, leases[3:4], 3000) == ["full"]
+    assert len(real.take(trainer, 3)) == 3
+    assert real.push(worker, leases[3:], 3000) == ["pushed"] * 2
+
+
+def test_nothing_is_leased_while_it_is_unknown_which_weights_to_sample_with(run: Rig) -> None:
+    trainer, worker = run.trainer(), run.worker()
+    run.feeder(1)
+    for name in ("weights", "weights:version"):
+        run.raw.delete(run.keys[name])
+        assert run.do(worker.lease(1, 0)).why == "no weights"
+        trainer.check()
+    assert len(run.lease(worker, 1)) == 1
+
+
+def test_a_lost_cursor_is_not_read_as_zero(run: Rig) -> None:
+    trainer, feeder = run.trainer(), run.feeder(3)
+    run.raw.delete(run.keys["feed"])
+    feeder.patience = 0.2
+    before = run.dump()
+    for verb in (feeder.cursor, lambda: feeder.feed(0, records(0, 1))):
+        with pytest.raises(RedisDown, match=f"LOST {run.keys['feed']}"):
+            verb()
+    assert run.dump() == before
+    trainer.check()
+    assert feeder.feed(3, records(3, 1)) == 4
+
+
+def test_the_checkpoint_of_a_redis_that_lost_what_was_dropped_does_not_forget_it(run: Rig) -> None:
+    trainer, worker = run.trainer(), run.worker()
+    run.feeder(3)
+    run.do(worker.drop(run.lease(worker, 1)[0], "zero_std"))
+    trainer.ledger.dropped, trainer.ledger.cursor = run.standing().dropped, 3
+    run.raw.delete(*run.keys.all())
+    stand = trainer.standing()
+    assert (stand.feed, ones(stand.dropped), sorted(stand.refeed)) == (3, {0}, [1, 2])
+
+
+def test_leases_whose_entries_were_trimmed_away_do_not_stay(run: Rig) -> None:
+    trainer, worker = run.trainer(), run.worker()
+    run.feeder(5)
+    leases = run.lease(worker, 5)
+    run.raw.xtrim(run.keys["prompts"], maxlen=2, approximate=False)
+    assert run.push(worker, leases[:2]) == ["lost", "lost"]
+    assert run.do(worker.hand_back(leases[2:3], "shutdown")) == 0
+    assert run.push(worker, leases[3:]) == ["pushed", "pushed"]
+    assert run.standing().pending == 0
+    trainer.check()
+    assert run.feeder().refeed_ids(9) == [0, 1, 2]
+    run.finish(trainer, worker, 5)
+
+
+def test_what_nobody_has_read_is_never_trimmed(run: Rig) -> None:
+    trainer = run.trainer(bound=2000, in_flight=2000)
+    run.feeder(1000)
+    worker = run.worker()
+    assert len(run.standing().waiting) == 1000
+    assert ids(run.lease(worker, 2000)) == list(range(1000))
+    assert trainer.check().waiting == 1000
+
+
+def test_a_generator_makes_a_lost_consumer_group_anew_without_a_trainer_and_without_haste(
+    real: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    real.trainer(bound=99, in_flight=99)
+
+    async def scene() -> int:
+        async with at_work(real, EchoEngine("0.001", 4)):
+            before = calls()
+            for stream in ("prompts", "prompts:retry"):
+                real.raw.xgroup_destroy(real.keys[stream], GROUP)
+            feed(real, 8)
+            await until(lambda: len(real.groups()) == 8)
+            return calls() - before
+
+    def calls() -> int:
+        stats: Any = real.raw.info("commandstats")
+        return sum(int(stats.get(f"cmdstat_{name}", {}).get("calls", 0)) for name in ("eval", "evalsha"))
+
+    assert real.do(scene()) < 100
+    assert [r.getMessage()[:28] for r in caplog.records] == ["Redis has lost a prompt stre"]
+
+
+# -- under a live feeder, generators and trainer
+
+
+class Troubled(EchoBackend):
+    """While it trains, one thing after another happens to Redis."""
+
+    def __init__(self, troubles: Sequence[Callable[[], Any]]) -> None:
+        super().__init__(0.0)
+        self.troubles = list(troubles)
+        self.trained: list[int] = []
+
+    def train(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+        self.trained += [g.prompt.id for g in groups]
+        if self.troubles and step % 2:
+            self.troubles.pop(0)()
+        return super().train(groups, step)
+
+
+def goes_on(rig: Rig, folder: Path, troubles: Sequence[Callable[[], Any]]) -> None:
+    """A run in which all of it happens trains each prompt exactly once, and ends."""
+    rows = 8 + 4 * len(troubles)
+    backend = Troubled(troubles)
+
+    def engine() -> EchoEngine:
+        return EchoEngine("lognormal:0.003:1", 4)
+
+    with feeding(rig, folder, rows), crew(rig, engine, name="w1"), crew(rig, engine, name="w2"):
+        loop = run_loop(loop_of(rig, folder, backend, max_prompt_attempts=999))
+    assert not backend.troubles
+    assert sorted(backend.trained) == list(range(rows))
+    assert rig.ended() == set(range(rows))
+    assert loop.broker.state()["status"] == "done"
+    holds(audit(rig.feeder()))
+
+
+KEYS = [name for name in NAMES if name not in ("groups:fenced", "wake", "alarm", "errors", "dead", "quarantine")]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_live_run_outlives_the_loss_of_each_key(real: Rig, tmp_path: Path, part: int) -> None:
+    goes_on(real, tmp_path, [lambda name=name: real.raw.delete(real.keys[name]) for name in KEYS[part::4]])  # type: ignore[misc]
+
+
+def test_a_live_run_outlives_the_loss_of_its_consumer_groups(real: Rig, tmp_path: Path) -> None:
+    streams = ("prompts", "prompts:retry", "prompts")
+    goes_on(real, tmp_path, [lambda s=s: real.raw.xgroup_destroy(real.keys[s], GROUP) for s in streams])  # type: ignore[misc]
+
+
+def test_a_live_run_outlives_a_flush(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path / "redis", "process") as server:
+        rig = Rig(server.url)
+        goes_on(rig, tmp_path, [rig.raw.flushall, rig.raw.flushall])
+        rig.close()
