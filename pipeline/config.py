@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import SecretStr
 
+from pipeline.algorithms import Algorithm
 from pipeline.sections import Data, Fraction, JsonMap, Positive, PositiveFloat, Rewards, Section, option
 from pipeline.urls import EngineUrl, EngineUrls, RedisUrl
 
@@ -111,15 +112,6 @@ class Training(Section):
     adam_eps: PositiveFloat = option(1e-8, "AdamW epsilon")
     clip_grad: PositiveFloat = option(1.0, "gradient norm limit")
     seed: int = option(1234, "seed of the trainer", ge=0)
-    advantage_estimator: Literal["grpo"] = option("grpo", "how rewards become advantages")
-    disable_grpo_std_normalization: bool = option(False, "do not divide advantages by the group's deviation")
-    eps_clip: PositiveFloat = option(0.2, "lower clip range of the ratio")
-    eps_clip_high: PositiveFloat | None = option(None, "upper clip range (default: --eps-clip)")
-    entropy_coef: float = option(0.0, "entropy bonus", ge=0)
-    use_tis: bool | None = option(None, "truncated importance sampling (default: on when staleness can exceed 0)")
-    tis_clip: PositiveFloat = option(2.0, "upper bound of the importance weight")
-    tis_clip_low: float = option(0.0, "lower bound of the importance weight", ge=0)
-    use_rollout_logprobs: bool = option(False, "take the rollout's log-probabilities as the old policy's")
     save_interval: int = option(20, "steps between checkpoints; 0: none, groups are committed when published", ge=0)
     save_keep: Positive = option(2, "checkpoints kept")
     load: Path | None = option(None, "checkpoint to start from (default with --resume: the run's newest)")
@@ -170,7 +162,7 @@ class GenerateConfig(Connection, Engines, Rewards):
     """Generates and scores answers. Needs the Redis, the run's name and an engine; the rest comes with the run."""
 
 
-class TrainConfig(Connection, Rollout, Async, Rewards, Training, Refused, Takeover):
+class TrainConfig(Connection, Rollout, Async, Rewards, Training, Algorithm, Refused, Takeover):
     """Trains on finished groups and publishes the weights. Writes down what all workers must agree on."""
 
     hf_checkpoint: Path | None = option(None, "model and tokenizer folder in the Hugging Face layout")
@@ -179,7 +171,9 @@ class TrainConfig(Connection, Rollout, Async, Rewards, Training, Refused, Takeov
     num_epoch: Positive | None = option(None, "passes over the prompts; the feeder counts them")
 
 
-class RunConfig(Connection, Server, Data, Rollout, Async, Rewards, Engines, Training, Refused, Takeover, Workers):
+class RunConfig(
+    Connection, Server, Data, Rollout, Async, Rewards, Engines, Training, Algorithm, Refused, Takeover, Workers
+):
     """Runs it all on this machine: a Redis, a feeder, generators and a trainer."""
 
     fully_async: bool = option(True, "generate while training; --no-fully-async: lock-step and on-policy")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pipeline import algorithms
 from pipeline.code import digest
 from pipeline.config import Agreed, Engines, GenerateConfig, Rewards, Rollout, RunConfig, Section, TrainConfig
 from pipeline.errors import UsageError
@@ -41,9 +42,8 @@ REFUSED = {
 "Refused in every mode, since nothing here does it."
 
 LEARNING = (
-    *("lr", "lr_warmup_iters", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "eps_clip"),
-    *("eps_clip_high", "entropy_coef", "use_tis", "tis_clip", "tis_clip_low", "use_rollout_logprobs"),
-    *("disable_grpo_std_normalization",),
+    *("lr", "lr_warmup_iters", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
+    *algorithms.Algorithm.model_fields,
 )
 
 
@@ -112,7 +112,7 @@ def _idle_training(config: Trained) -> list[tuple[bool, str, tuple[str, ...]]]:
         (not config.fully_async, f"{lock_step}; add --fully-async or leave the bound out", ("max_weight_staleness",)),
         (not config.fully_async, f"{lock_step}: no request meets a weight update", ("pause_generation_mode",)),
         (config.queue_capacity is not None, "--queue-capacity overrides it", ("async_data_buffer_capacity_factor",)),
-        (not resolve_rollout(config).tis, "truncated importance sampling is off", ("tis_clip", "tis_clip_low")),
+        *algorithms.idle(config, resolve_rollout(config).tis),
         (config.train_backend != "echo", "it belongs to --train-backend echo", ("echo_train_seconds",)),
         (config.train_backend == "echo", "--train-backend echo trains nothing", LEARNING),
         (config.save_interval == 0, "--save-interval 0 saves no checkpoints", ("save_keep",)),
@@ -173,10 +173,7 @@ def _training(config: Trained) -> Iterator[str]:
             f"--global-batch-size {config.global_batch_size} is more than the {samples} samples of a step "
             f"(--rollout-batch-size {config.rollout_batch_size} x --n-samples-per-prompt {config.n_samples_per_prompt})"
         )
-    if config.use_tis and config.use_rollout_logprobs:
-        yield "--use-tis and --use-rollout-logprobs both correct for the same difference; use one"
-    if config.tis_clip_low > config.tis_clip:
-        yield f"--tis-clip-low {config.tis_clip_low} is above --tis-clip {config.tis_clip}"
+    yield from algorithms.refused(config)
     if config.num_rollout is None and config.num_epoch is None:
         yield "no end: give the training steps with --num-rollout, or passes over the prompts with --num-epoch"
 
@@ -205,6 +202,7 @@ def _warnings(config: Trained) -> Iterator[str]:
         )
     if selection.max_staleness != 0 and not selection.tis and not config.use_rollout_logprobs:
         yield "groups may be stale and nothing corrects for it; --use-tis does"
+    yield from algorithms.warnings(config)
     size = open_prompts(config) * RECORD_BYTES
     if size > config.queue_max_bytes:
         yield (

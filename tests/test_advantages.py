@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from pipeline.errors import GroupError
-from trainer.advantages import grpo
+from trainer.advantages import ESTIMATORS, Advantages, Rewards, centred, grpo, plain, rloo
 
 
 def test_grpo_divides_by_the_unbiased_deviation() -> None:
@@ -15,7 +16,7 @@ def test_grpo_divides_by_the_unbiased_deviation() -> None:
 
 
 def test_without_deviation_only_the_mean_is_taken_off() -> None:
-    assert grpo([2, 0, 1, 5], std=False).tolist() == [0, -2, -1, 3]
+    assert centred([2, 0, 1, 5]).tolist() == [0, -2, -1, 3]
 
 
 def test_unscored_members_leave_the_baseline_alone_and_get_nothing() -> None:
@@ -39,9 +40,28 @@ def test_unscored_members_leave_the_baseline_alone_and_get_nothing() -> None:
         [-5.0, -5.0],
     ],
 )
-@pytest.mark.parametrize("std", [True, False])
-def test_what_teaches_nothing_gives_exactly_zero(rewards: list[float | None], std: bool) -> None:
-    assert grpo(rewards, std).tolist() == [0.0] * len(rewards)
+@pytest.mark.parametrize("of_group", [grpo, centred, rloo])
+def test_what_teaches_nothing_gives_exactly_zero(
+    rewards: list[float | None], of_group: Callable[[Rewards], Advantages]
+) -> None:
+    assert of_group(rewards).tolist() == [0.0] * len(rewards)
+
+
+def test_leave_one_out_takes_off_the_mean_of_the_others() -> None:
+    # 2 - (0 + 1 + 5) / 3, 0 - 8 / 3, 1 - 7 / 3, 5 - 3 / 3
+    assert rloo([2, 0, 1, 5]) == pytest.approx([0, -8 / 3, -4 / 3, 4])
+    assert rloo([2, None, 0]) == pytest.approx([2, 0, -2])
+
+
+def test_reinforce_takes_off_nothing_within_the_group() -> None:
+    assert plain([1.0, None, 1.0, 0.5]).tolist() == [1, 0, 1, 0.5]
+
+
+def test_every_estimator_refuses_what_is_not_finite_and_ignores_what_is_unscored() -> None:
+    for estimator in ESTIMATORS.values():
+        assert estimator.of_group([None, None]).tolist() == [0, 0]
+        with pytest.raises(GroupError, match="finite"):
+            estimator.of_group([1.0, math.nan])
 
 
 def test_a_small_difference_that_is_no_noise_counts() -> None:

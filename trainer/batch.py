@@ -7,7 +7,7 @@ causal attention no token sees the padding, so the model needs neither an attent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 Positions = NDArray[np.int64]
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,10 @@ class Row:
     "int32 [K]: the tokens trained on"
     logprobs: Logprobs
     "float32 [K]: what the sampler gave them"
-    advantage: float
-    "the sample's"
+    advantages: Floats
+    "float32 [K]; 0 until trainer.credit gives them"
+    weight: float = 0.0
+    "of each token's loss in the minibatch's; 0 until `aggregated` gives it"
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,14 @@ class Unit:
 
     id: tuple[int, int]
     "prompt id, sample index"
+    score: float | None
+    "its reward; None where it is unscored or aborted"
     rows: tuple[Row, ...]
+
+    @property
+    def tokens(self) -> int:
+        """That are trained on."""
+        return sum(len(row.targets) for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -62,16 +72,20 @@ class Microbatch:
     logprobs: torch.Tensor
     "float32 [N]: the rollout's"
     advantages: torch.Tensor
-    "float32 [N]: each token has its sample's"
-    ids: tuple[tuple[int, int], ...]
-    "[B]: prompt id and sample index of each row"
+    "float32 [N]"
+    weights: torch.Tensor
+    "float32 [N]: of each token's loss in the minibatch's"
+    lengths: torch.Tensor
+    "int64 [B]: trained tokens of each row"
+    ids: tuple[tuple[int, int, int], ...]
+    "[B]: prompt id, sample index and sequence index of each row"
 
     def to(self, device: torch.device) -> Microbatch:
-        names = ("input_ids", "predictors", "targets", "logprobs", "advantages")
+        names = ("input_ids", "predictors", "targets", "logprobs", "advantages", "weights", "lengths")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
-def units(groups: Sequence[Group], advantages: Callable[[Sequence[float | None]], NDArray[np.float64]]) -> list[Unit]:
+def units(groups: Sequence[Group]) -> list[Unit]:
     """One unit a sample, in the order of prompt id and sample index, whatever the order of `groups`.
 
     An aborted sample counts as unscored. A removed one (metadata `remove_sample`) is not trained on, but its reward
@@ -79,10 +93,10 @@ def units(groups: Sequence[Group], advantages: Callable[[Sequence[float | None]]
     """
     found = []
     for group in groups:
-        scores = [None if s.status == ABORTED else s.reward for s in group.samples]
-        for sample, score, advantage in zip(group.samples, scores, advantages(scores), strict=True):
+        for sample in group.samples:
+            score = None if sample.status == ABORTED else sample.reward
             keep = score is not None and not sample.metadata.get("remove_sample", False)
-            found.append(Unit((group.prompt.id, sample.index), _rows(sample, float(advantage)) if keep else ()))
+            found.append(Unit((group.prompt.id, sample.index), score, _rows(sample) if keep else ()))
     return sorted(found, key=lambda u: u.id)
 
 
@@ -94,12 +108,29 @@ def minibatches(found: Sequence[Unit], size: int | None, seed: tuple[int, int]) 
     return [[found[i] for i in order[start : start + size]] for start in range(0, len(found), size)]
 
 
+def aggregated(minibatch: Sequence[Unit], kind: str, constant: float) -> list[Unit]:
+    """The units with the weight of each token's loss in the minibatch's (--loss-aggregation).
+
+    token: 1 / all tokens (DAPO, arXiv:2503.14476, eq. 8). sequence: 1 / (samples x the sample's tokens), as in GRPO.
+    constant: 1 / (samples x `constant`) (Dr. GRPO, arXiv:2503.20783). A sample without a token counts as a sample.
+    """
+    total, samples = sum(unit.tokens for unit in minibatch), len(minibatch)
+
+    def weight(unit: Unit) -> float:
+        return 1 / {"token": total, "sequence": samples * unit.tokens, "constant": samples * constant}[kind]
+
+    return [
+        replace(unit, rows=tuple(replace(row, weight=weight(unit)) for row in unit.rows)) if unit.rows else unit
+        for unit in minibatch
+    ]
+
+
 def microbatches(minibatch: Sequence[Unit], budget: int) -> list[Microbatch]:
     """Rows of like length together, each microbatch at most `budget` tokens with its padding.
 
     A row longer than the budget cannot be cut: it gets a microbatch of its own.
     """
-    rows = [(unit.id, row) for unit in minibatch for row in unit.rows]
+    rows = [((*unit.id, n), row) for unit in minibatch for n, row in enumerate(unit.rows)]
     rows.sort(key=lambda pair: -len(pair[1].inputs))
     batches = []
     start = 0
@@ -110,20 +141,21 @@ def microbatches(minibatch: Sequence[Unit], budget: int) -> list[Microbatch]:
     return batches
 
 
-def _rows(sample: Sample, advantage: float) -> tuple[Row, ...]:
-    return tuple(_row(q, advantage) for q in sample.sequences if q.loss_mask.any())
+def _rows(sample: Sample) -> tuple[Row, ...]:
+    return tuple(_row(q) for q in sample.sequences if q.loss_mask.any())
 
 
-def _row(trace: Trace, advantage: float) -> Row:
+def _row(trace: Trace) -> Row:
     if len(trace.prompt_tokens) == 0:
         raise GroupError("a sequence without a prompt: nothing predicts its first token")
     trained = np.flatnonzero(trace.loss_mask)
     predictors = trained + (len(trace.prompt_tokens) - 1)
     inputs = np.concatenate((trace.prompt_tokens, trace.tokens))[: predictors[-1] + 1]
-    return Row(inputs, predictors, trace.tokens[trained], trace.logprobs[trained], advantage)
+    nothing = np.zeros(len(trained), dtype=np.float32)
+    return Row(inputs, predictors, trace.tokens[trained], trace.logprobs[trained], nothing)
 
 
-def _stack(rows: Sequence[tuple[tuple[int, int], Row]]) -> Microbatch:
+def _stack(rows: Sequence[tuple[tuple[int, int, int], Row]]) -> Microbatch:
     import torch
 
     width = max(len(row.inputs) for _, row in rows)
@@ -137,6 +169,8 @@ def _stack(rows: Sequence[tuple[tuple[int, int], Row]]) -> Microbatch:
         predictors=torch.from_numpy(np.concatenate([row.predictors for _, row in rows]) + offsets),
         targets=torch.from_numpy(np.concatenate([row.targets for _, row in rows]).astype(np.int64)),
         logprobs=torch.from_numpy(np.concatenate([row.logprobs for _, row in rows])),
-        advantages=torch.from_numpy(np.repeat([row.advantage for _, row in rows], counts).astype(np.float32)),
+        advantages=torch.from_numpy(np.concatenate([row.advantages for _, row in rows])),
+        weights=torch.from_numpy(np.repeat([row.weight for _, row in rows], counts).astype(np.float32)),
+        lengths=torch.tensor(counts),
         ids=tuple(id for id, _ in rows),
     )

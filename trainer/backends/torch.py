@@ -9,68 +9,62 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.config import TrainConfig
 from pipeline.errors import MillpondError, UsageError, WeightsError
 from pipeline.types import Group
-from trainer import batch, correction, losses
-from trainer.advantages import ESTIMATORS
+from trainer import batch, losses
+from trainer.advantages import Advantages
 from trainer.backends.hf import CausalModel
-from trainer.batch import Microbatch
+from trainer.batch import Microbatch, Unit
+from trainer.credit import Penalties
+from trainer.objective import Objective, Told
 
 log = logging.getLogger(__name__)
 
 STATE = "trainer.pt"
 PATIENCE = 3
 "minibatches in a row that may fail to be finite; the last of them ends the run"
-FIGURES = (
-    "loss",
-    "pg_loss",
-    "entropy",
-    "pg_clipfrac",
-    "ppo_kl",
-    "train_rollout_logprob_abs_diff",
-    "tis",
-    "tis_clipfrac",
-)
-"means over the trained tokens of a step, with slime's names; the last two only with TIS"
 
 
 class TorchBackend:
-    """See trainer.backends.base. `tis`: truncated importance weights, unless the old policy is the rollout's itself."""
+    """See trainer.backends.base."""
 
     def __init__(self, config: TrainConfig, tis: bool) -> None:
         torch.set_num_threads(config.torch_threads)
         torch.manual_seed(config.seed)
         self._config = config
-        self._figures = FIGURES if tis and not config.use_rollout_logprobs else FIGURES[:-2]
-        estimate, std = ESTIMATORS[config.advantage_estimator], not config.disable_grpo_std_normalization
-        self._advantages = lambda rewards: estimate(rewards, std)
+        self._objective = Objective(config, tis)
         self._device = _device(config.device)
         self._model = CausalModel(config.hf_checkpoint, self._device)
+        self._reference = self._frozen() if self._objective.needs_reference else None
         self._optimizer = _adamw(self._model.module, config)
         self._updates = 0
         self._bad = 0
 
     def train(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """See Backend. Means are 0 where no minibatch counted; lr is the first minibatch's, grad_norm their mean."""
-        config, lr = self._config, self._lr()
-        found = batch.units(groups, self._advantages)
-        minis = batch.minibatches(found, config.global_batch_size, (config.seed, step))
-        packed = [[m.to(self._device) for m in batch.microbatches(x, config.max_tokens_per_gpu)] for x in minis]
-        olds = [[self._old(m, len(packed)) for m in micros] for micros in packed]
+        config, lr, names = self._config, self._lr(), self._objective.figures
+        found = batch.units(groups)
+        penalties = self._penalties(found)
+        credited = self._objective.credited(found, penalties)
+        minis = batch.minibatches(credited, config.global_batch_size, (config.seed, step))
+        packed = [self._packed(self._objective.weighted(mini)) for mini in minis]
+        olds = [[self._told(self._model, m) if len(packed) > 1 else None for m in micros] for micros in packed]
         results = [self._minibatch(micros, old, step) for micros, old in zip(packed, olds, strict=True)]
         done = [(micros, *result) for micros, result in zip(packed, results, strict=True) if result is not None]
         tokens = max(1, sum(_count(micros) for micros, _, _ in done))
-        sums = sum((total for _, total, _ in done), torch.zeros(len(self._figures))).tolist()
-        return {f"train/{name}": value / tokens for name, value in zip(self._figures, sums, strict=True)} | {
+        sums = sum((total for _, total, _ in done), torch.zeros(len(names))).tolist()
+        return {f"train/{name}": value / tokens for name, value in zip(names, sums, strict=True)} | {
             "train/grad_norm": sum(norm for _, _, norm in done) / max(1, len(done)),
             "train/lr": lr,
             "train/optimizer_steps": float(len(done)),
             "train/skipped": float(len(results) - len(done)),
             "train/masked_samples": float(sum(not unit.rows for unit in found)),
+            **({"train/kl": float(np.concatenate([*penalties.values()]).mean()) / config.kl_coef} if penalties else {}),
         }
 
     def save_weights(self, folder: Path) -> None:
@@ -115,14 +109,13 @@ class TorchBackend:
 
         With nothing to learn there is no backward pass: on gradients of 0 momentum and decay would move the weights.
         """
-        count = _count(micros)
-        learn = count > 0 and (self._config.entropy_coef > 0 or any(bool(m.advantages.any()) for m in micros))
+        count, learn = _count(micros), self._objective.learns(micros)
         if not learn:
             log.warning("step %d: no update: %s", step, "all advantages are 0" if count else "every token is masked")
-        total = torch.zeros(len(self._figures))
+        total = torch.zeros(len(self._objective.figures))
         with torch.set_grad_enabled(learn):
             for micro, old in zip(micros, olds, strict=True):
-                figures = self._sums(micro, old)
+                figures = self._sums(micro, old, count)
                 if learn:
                     (figures[0] / count).backward()  # type: ignore[no-untyped-call]
                 total += figures.detach().cpu()
@@ -137,38 +130,47 @@ class TorchBackend:
         self._complain(step, norm)
         return None
 
-    def _sums(self, micro: Microbatch, old: Tensor | None) -> Tensor:
-        """The figures summed over the tokens; the first is the loss and carries the gradient."""
-        config = self._config
-        logprobs, entropy = self._forward(micro)
-        current = logprobs.detach()
-        old = current if old is None else old
-        high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
-        loss, clipped = losses.clipped(logprobs, old, micro.advantages, config.eps_clip, high)
-        off = []
-        if "tis" in self._figures:
-            weights, ratio = correction.truncated(old, micro.logprobs, config.tis_clip_low, config.tis_clip)
-            loss = loss * weights
-            off = [ratio, weights != ratio]
-        drift = ((current if config.use_rollout_logprobs else old) - micro.logprobs).abs()
-        whole = loss - config.entropy_coef * entropy
-        return torch.stack([x.sum() for x in (whole, loss, entropy, clipped, old - current, drift, *off)])
+    def _sums(self, micro: Microbatch, old: Tensor | None, count: int) -> Tensor:
+        reference = self._told(self._reference, micro) if self._reference and self._config.use_kl_loss else None
+        logprobs, entropy = self._forward(self._model, micro)
+        return self._objective.sums(micro, Told(logprobs, entropy, old, reference), count)
 
-    def _forward(self, micro: Microbatch) -> tuple[Tensor, Tensor]:
+    def _forward(self, model: CausalModel, micro: Microbatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy at each trained token, [N], at the rollout's temperature."""
-        logits, temperature = self._model.logits(micro.input_ids, micro.predictors), self._config.rollout_temperature
+        logits, temperature = model.logits(micro.input_ids, micro.predictors), self._config.rollout_temperature
         if temperature != 1:  # a copy less where it is
             logits = logits.float() / temperature
         return losses.logprobs_and_entropy(logits, micro.targets, self._config.entropy_coef > 0)
 
-    def _old(self, micro: Microbatch, minibatches: int) -> Tensor | None:
-        """The old policy's log-probabilities, [N]; None: those of the model at hand, which cost no extra pass."""
-        if self._config.use_rollout_logprobs:
-            return micro.logprobs
-        if minibatches == 1:
-            return None
+    def _told(self, model: CausalModel, micro: Microbatch) -> Tensor:
+        """A model's log-probabilities, [N], without gradient."""
         with torch.no_grad():
-            return self._forward(micro)[0]
+            return self._forward(model, micro)[0]
+
+    def _packed(self, units: Sequence[Unit]) -> list[Microbatch]:
+        return [m.to(self._device) for m in batch.microbatches(units, self._config.max_tokens_per_gpu)]
+
+    def _penalties(self, units: Sequence[Unit]) -> Penalties | None:
+        """What drift from the reference costs of the reward, by trained token."""
+        if self._reference is None or self._config.kl_coef == 0:
+            return None
+        costs: dict[tuple[int, int, int], Advantages] = {}
+        for micro in self._packed(units):
+            own = self._config.use_rollout_logprobs
+            before = micro.logprobs if own else self._told(self._model, micro)
+            drift = (before - self._told(self._reference, micro)).double().cpu()
+            parts = torch.split(drift * self._config.kl_coef, micro.lengths.tolist())
+            costs |= {id: part.numpy() for id, part in zip(micro.ids, parts, strict=True)}
+        return {u.id: np.concatenate([costs[*u.id, n] for n in range(len(u.rows))]) for u in units if u.rows}
+
+    def _frozen(self) -> CausalModel:
+        """The reference. UsageError where it is another kind of model."""
+        model = CausalModel(self._config.ref_load or self._config.hf_checkpoint, self._device)
+        model.module.requires_grad_(False)
+        words = [m.module.get_output_embeddings().weight.shape[0] for m in (self._model, model)]
+        if words[0] != words[1]:
+            raise UsageError(f"--ref-load {self._config.ref_load}: {words[1]} tokens, --hf-checkpoint has {words[0]}")
+        return model
 
     def _update(self) -> None:
         for group in self._optimizer.param_groups:
