@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from consumers.staleness import ABORTED, FRESH, FUTURE, STALE, Limit, by_verdict, statistics
+from consumers.staleness import ABORTED, FRESH, FUTURE, GIVEN_UP, STALE, Limit, by_verdict, statistics
 from pipeline.codec import decode
 from pipeline.errors import GroupError, MessageError, Starved, Stopped, WorkerFailed
 from pipeline.fenced import TrainerBroker
@@ -157,7 +157,7 @@ class Drain:
             if verdict == FUTURE:
                 log.error("groups carry versions above %d, which was never published", limit.current)
             drops = self.rules.handler == "drop" and verdict in (STALE, ABORTED)
-            fault = "drop" if drops else "none" if verdict == FUTURE else "strike"
+            fault = "drop" if drops else "none" if verdict in (FUTURE, GIVEN_UP) else "strike"
             self.broker.recycle([g.prompt for g in groups], verdict, fault)
             for group in groups:
                 del self.hand[group.prompt.id]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pipeline.room import lag
+from pipeline.room import given_up, lag
 from pipeline.types import Group
 
 FRESH, STALE, ABORTED, UNKNOWN, FUTURE = "fresh", "stale", "aborted", "unknown_version", "future_version"
+GIVEN_UP = "given_up_branch"
+"Too old because the trainer went back to a checkpoint."
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Limit:
         if any((lag(version, self.current, self.lineage) or 0) < 0 for version in group.versions):
             return FUTURE
         if self.max_staleness is not None and age > self.max_staleness:
-            return STALE
+            given = any(given_up(version, self.current, self.lineage) for version in group.versions)
+            return GIVEN_UP if given else STALE
         return FRESH
 
 

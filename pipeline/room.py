@@ -44,3 +44,8 @@ def lag(version: int | None, current: int, lineage: Sequence[tuple[int, int]] = 
             return since + (version - restored)
         return since + (lag(version, restored, [x for x in lineage if x[0] < published]) or 0)
     return current - version
+
+
+def given_up(version: int | None, current: int, lineage: Sequence[tuple[int, int]]) -> bool:
+    """Whether `version` belongs to a branch that was discarded at a resume: that its groups are old is not their fault."""
+    return version is not None and any(r < version < published <= current for published, r in lineage)

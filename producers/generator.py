@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.replies import Lease, Pulse
-from pipeline.room import lag
+from pipeline.room import given_up, lag
 from producers.catch_up import CatchUp
 from producers.group import Progress
 from producers.work import Worker
@@ -150,9 +150,12 @@ class Generator:
         policy, limit = await self.weights(), self.rules.max_weight_staleness
         if limit is None or policy is None:
             return
-        late = [j for j in self.jobs.values() if (lag(j.progress.oldest, policy.version, policy.lineage) or 0) > limit]
+        now = policy.version, policy.lineage
+        late = [j for j in self.jobs.values() if (lag(j.progress.oldest, *now) or 0) > limit]
+        blameless = [j.lease for j in late if given_up(j.progress.oldest, *now)]
         await _abandon(late)
-        await self.broker.hand_back([job.lease for job in late], "stale", self.worker.unused)
+        await self.broker.hand_back(blameless, "given_up_branch")
+        await self.broker.hand_back([j.lease for j in late if j.lease not in blameless], "stale", self.worker.unused)
 
     # -- the worker among others
 

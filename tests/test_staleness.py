@@ -7,7 +7,7 @@ import random
 import pytest
 from make import ABORT, group, sequence
 
-from consumers.staleness import ABORTED, FRESH, FUTURE, STALE, UNKNOWN, Limit, by_verdict, statistics
+from consumers.staleness import ABORTED, FRESH, FUTURE, GIVEN_UP, STALE, UNKNOWN, Limit, by_verdict, statistics
 from pipeline.errors import UsageError
 from pipeline.room import bound, lag
 from pipeline.types import COMPLETED, Group, Prompt, Sample
@@ -181,7 +181,16 @@ def test_a_group_without_a_token_is_never_fresh() -> None:
 
 def test_a_branch_that_was_given_up_is_as_old_as_the_way_back() -> None:
     resumed = limit(8, 3, ((6, 3),))
-    assert [resumed.judge(group(PROMPT, version)) for version in (4, 5, 3)] == [FRESH, STALE, FRESH]
+    assert [resumed.judge(group(PROMPT, version)) for version in (4, 5, 3)] == [FRESH, GIVEN_UP, FRESH]
+
+
+def test_only_what_is_too_old_because_of_a_resume_is_not_to_blame() -> None:
+    resumed = limit(8, 0, ((6, 3),))
+    assert [resumed.judge(group(PROMPT, version)) for version in (2, 3, 4, 5, 6, 7, 8)] == [
+        *(STALE, STALE, GIVEN_UP, GIVEN_UP, STALE, STALE, FRESH)
+    ]
+    assert resumed.judge(group(PROMPT, 5, 7, 8)) == GIVEN_UP
+    assert limit(5, 0, ((6, 3),)).judge(group(PROMPT, 4)) == STALE
 
 
 def test_groups_are_sorted_out_by_verdict() -> None:
