@@ -13,10 +13,10 @@ import torch
 from trainer_groups import group, random_groups, sample, sequence
 
 from pipeline.config import TrainConfig
-from pipeline.errors import MillpondError, UsageError, WeightsError
+from pipeline.errors import GroupError, MillpondError, UsageError, WeightsError
 from pipeline.types import Group
 from trainer import demo_model
-from trainer.advantages import grpo
+from trainer.advantages import ESTIMATORS, grpo
 from trainer.backends import build
 from trainer.backends.torch import TorchBackend
 
@@ -93,14 +93,97 @@ def test_a_step_is_the_one_worked_out_row_by_row(checkpoint: Path, tmp_path: Pat
     assert far < 1e-3 * sum(t.numel() for t in moved.values())
 
 
-def test_the_gradient_does_not_depend_on_the_split_into_microbatches(checkpoint: Path, tmp_path: Path) -> None:
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    **{name: {"advantage_estimator": name} for name in ESTIMATORS},
+    "by sequence": {"loss_aggregation": "sequence"},
+    "by a constant": {"loss_aggregation": "constant", "rollout_max_response_len": 6},
+    "KL in the loss": {"use_kl_loss": True, "kl_loss_coef": 0.1},
+    "KL in the reward": {"kl_coef": 0.1},
+    "KL in the reward, by token": {"kl_coef": 0.1, "advantage_estimator": "reinforce_plus_plus"},
+    "masks": {"tis_mode": "mask", "tis_clip_low": 0.5, "use_rs": True, "rs_lower_bound": 0.8, "rs_upper_bound": 1.2},
+    "by sequences": {"tis_level": "sequence"},
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_gradient_does_not_depend_on_the_split_into_microbatches(
+    checkpoint: Path, tmp_path: Path, name: str
+) -> None:
     groups = random_groups(6, 4)
+    other = tmp_path / "reference"
+    demo_model.make(other, 1)
+    refers = {"ref_load": other} if "KL" in name else {}
     # A large epsilon makes Adam's first step proportional to the gradient
-    whole, split = (backend(checkpoint, adam_eps=1.0, lr=1.0, max_tokens_per_gpu=n) for n in (16384, 20))
-    one, other = whole.train(groups, 0), split.train(groups, 0)
-    assert other == pytest.approx(one, abs=1e-6)
-    assert one["train/grad_norm"] > 0.01
+    rules = ALGORITHMS[name] | refers | {"adam_eps": 1.0, "lr": 1.0}
+    whole, split = (backend(checkpoint, **rules, max_tokens_per_gpu=n) for n in (16384, 20))
+    one, again = whole.train(groups, 0), split.train(groups, 0)
+    assert again == pytest.approx(one, abs=1e-6)
+    assert one["train/grad_norm"] > 1e-3
     assert distance(weights(whole, tmp_path / "a"), weights(split, tmp_path / "b")) < 1e-6
+
+
+def test_the_divergence_from_a_reference_is_worked_out_with_its_own_weights(checkpoint: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    groups = random_groups(3, 4)
+    demo_model.make(tmp_path / "other", 1)
+    folders = (checkpoint, tmp_path / "other")
+    models = [AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).eval() for f in folders]
+    with torch.no_grad():
+        told = [[plain_logprobs(m, q)[0] for m in models] for g in groups for s in g.samples for q in s.sequences]
+    drift = torch.cat([policy - reference for policy, reference in told])
+    found = backend(checkpoint, use_kl_loss=True, kl_loss_type="k1", kl_coef=0.2, ref_load=tmp_path / "other")
+    metrics = found.train(groups, 0)
+    found_drift = pytest.approx(float(drift.mean()), abs=1e-5)
+    assert (metrics["train/kl_loss"], metrics["train/kl"]) == (found_drift, found_drift)
+    at_home = backend(checkpoint, use_kl_loss=True, kl_loss_coef=0.5).train(groups, 0)
+    assert at_home["train/kl_loss"] == pytest.approx(0, abs=1e-9)
+
+
+def test_a_reference_is_never_trained(checkpoint: Path) -> None:
+    found = backend(checkpoint, use_kl_loss=True, kl_loss_coef=0.5, lr=1e-2)
+    groups = random_groups(3, 4)
+    drifts = [found.train(groups, step)["train/kl_loss"] for step in range(4)]
+    assert drifts[0] == pytest.approx(0, abs=1e-9)
+    assert drifts[1] > 1e-4
+
+
+def test_a_reference_with_another_vocabulary_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.resize_token_embeddings(64)
+    model.save_pretrained(tmp_path / "wide")
+    with pytest.raises(UsageError, match=r"--ref-load .*wide: 64 tokens"):
+        backend(checkpoint, use_kl_loss=True, ref_load=tmp_path / "wide")
+
+
+def halves(old: torch.Tensor, rollout: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    assert int(lengths.sum()) == len(old) == len(rollout)
+    return torch.full_like(old, 0.5)
+
+
+def scalar(old: torch.Tensor, rollout: torch.Tensor, lengths: torch.Tensor) -> float:
+    return 0.5
+
+
+def test_importance_weights_may_be_the_users_own(checkpoint: Path) -> None:
+    groups, rules = random_groups(3, 4), {"entropy_coef": 0.0}
+    half = backend(checkpoint, custom_tis_function_path=f"{__name__}.halves", **rules).train(groups, 0)
+    whole = backend(checkpoint, tis=False, **rules).train(groups, 0)
+    assert half["train/pg_loss"] == pytest.approx(whole["train/pg_loss"] / 2, abs=1e-7)
+    assert half["train/tis_clipfrac"] == 1
+    with pytest.raises(GroupError, match=r"scalar: it must give a tensor of .* gave float"):
+        backend(checkpoint, custom_tis_function_path=f"{__name__}.scalar").train(groups, 0)
+
+
+def test_sequences_too_far_from_their_sampler_are_left_out(checkpoint: Path) -> None:
+    rules = {"use_rs": True, "rs_lower_bound": 1e-9, "entropy_coef": 0.0}
+    none = backend(checkpoint, **rules, rs_upper_bound=1e-8).train(random_groups(3, 4), 0)
+    assert (none["train/rs_maskfrac"], none["train/pg_loss"], none["train/grad_norm"]) == (1, 0, 0)
+    most = backend(checkpoint, **rules, rs_upper_bound=1e9).train(random_groups(3, 4), 0)
+    assert most["train/rs_maskfrac"] == 0
+    assert most["train/grad_norm"] > 0
 
 
 def test_shuffled_groups_change_nothing(checkpoint: Path, tmp_path: Path) -> None:
