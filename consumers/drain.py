@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from consumers.staleness import ABORTED, FRESH, FUTURE, GIVEN_UP, STALE, Limit, by_verdict, statistics
+from pipeline.causes import WAITS, causes
 from pipeline.codec import decode
 from pipeline.errors import GroupError, MessageError, Starved, Stopped, WorkerFailed
 from pipeline.fenced import TrainerBroker
+from pipeline.glance import look
 from pipeline.replies import Checked
 from pipeline.types import Group
 
@@ -73,7 +75,9 @@ class Drain:
 
     def batch(self, limit: Limit) -> Batch | None:
         """The next batch; None when the data has ended and nothing is left to train on."""
-        began = self.heard = self.warned = time.monotonic()
+        began = time.monotonic()
+        self.heard = self.warned = self.broker.clock()
+        self.broker.renew(doing=WAITS)
         while True:
             ended = False
             while len(self.hand) < self.rules.size and not ended:
@@ -82,6 +86,7 @@ class Drain:
                     if not ended:
                         self._patience()
             if self._judge(limit):
+                self.broker.renew(doing=f"training upon version {limit.current}")
                 return self._hand_over(limit, began, ended)
 
     def _hand_over(self, limit: Limit, began: float, ended: bool) -> Batch | None:
@@ -181,13 +186,10 @@ class Drain:
         now = self.broker.clock()
         silent = now - self.heard
         if silent >= self.rules.starve_timeout:
-            raise Starved(f"no group for {silent:.0f} s (--starve-timeout): {self._missing()}")
+            raise Starved(f"no group for {silent:.0f} s (--starve-timeout): {missing(self.broker)}")
         if silent >= self.rules.warn_after and now - self.warned >= self.rules.warn_after:
             self.warned = now
-            log.warning("no group for %.0f s: %s", silent, self._missing())
-
-    def _missing(self) -> str:
-        return self.broker.patiently(lambda: missing(self.broker))
+            log.warning("no group for %.0f s: %s", silent, missing(self.broker))
 
 
 def raise_alarm(alarm: bytes) -> None:
@@ -204,26 +206,18 @@ def raise_alarm(alarm: bytes) -> None:
 
 def missing(broker: TrainerBroker) -> str:
     """Who or what keeps groups from coming, from Redis alone."""
-    client: Any = broker.client
-    keys = broker.keys
-    now = client.time()[0] * 1000
-    workers: list[tuple[bytes, float]] = client.zrange(keys["workers"], 0, -1, withscores=True)
-    alive = [w for w, seen in workers if now - seen < 20_000]
-    state = broker.state()
+    view = look(broker)
+    q, p = view.queues, view.prompts
     facts = [
-        f"{len(alive)} live workers of {len(workers)}",
-        f"{broker.backlog()} prompts waiting",
-        f"{client.llen(keys['groups'])} groups queued",
-        f"{client.zcard(keys['unsettled'])} unsettled",
-        f"{state.get('feed_total') or 'endless'} prompts to feed, {broker.cursor()} fed",
+        *(str(cause) for cause in causes(view) if cause.kind in ("fault", "wait")),
+        f"{sum(w.alive for w in view.workers)} live workers of {len(view.workers)}",
+        f"{q.fresh + q.retry} prompts waiting",
+        f"{q.queued} groups queued",
+        f"{q.open - q.trained} unsettled",
+        f"{p.total or 'endless'} prompts to feed, {p.fed} fed",
     ]
-    facts += [f"{n} {key}" for key, n in sorted(broker.counters().items()) if key.startswith(("dropped:", "dead:"))]
-    if not workers:
-        facts.insert(0, "no generator has ever come: start `millpond generate`")
-    elif not alive:
-        last = max(seen for _, seen in workers)
-        facts.insert(0, f"all generators are silent, the last for {(now - last) / 1000:.0f} s")
-    return "; ".join(facts)
+    ended = {f"{kind}:{name}": n for kind in ("dropped", "dead") for name, n in p.reasons[kind].items()}
+    return "; ".join([*facts, *(f"{n} {name}" for name, n in sorted(ended.items()))])
 
 
 def drain(source: Drain, limit: Limit) -> Batch | None:

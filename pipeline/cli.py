@@ -22,6 +22,7 @@ COMMANDS: Commands = {
     "generate": ("producers.cli:generate", "generate and score answers; start as many as you like"),
     "train": ("trainer.cli:main", "train on finished groups and publish the weights"),
     "status": ("pipeline.status:main", "what waits where, who works, how old and how fast"),
+    "why": ("pipeline.why:main", "why a run stands still, in one sentence, and what to do"),
     "inspect": ("pipeline.inspect:main", "look into groups, prompts, dead letters, quarantine, errors"),
     "audit": ("pipeline.audit:main", "prove that no prompt is lost or trained twice"),
     "purge": ("pipeline.purge:main", "delete what a finished run left in Redis"),

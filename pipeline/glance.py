@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from redis.exceptions import ResponseError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from pipeline.broker import Broker
 from pipeline.fence import HEARTBEAT_LIMIT_MS
 from pipeline.keys import GROUP
-from pipeline.overview import Caps, Overview, Prompts, Queues, Trainer, Worker
+from pipeline.outage import passing
+from pipeline.overview import Caps, Failure, Overview, Prompts, Queues, Trainer, Worker
 from pipeline.replies import policy_of
 from pipeline.show import text
 
@@ -21,7 +22,8 @@ def look(broker: Broker, save_interval: int | None = None) -> Overview:
     raw = broker.patiently(lambda: _ask(broker))
     now = raw["time"][0] + raw["time"][1] / 1e6
     state, config = _texts(raw["state"]), _json(raw["config"])
-    queues = _queues(raw, int(state.get("pushed", 0)))
+    pushed = _number(state.get("pushed")) or 0
+    queues = _queues(raw, pushed)
     policy = policy_of(raw["weights"])
     total = state.get("feed_total", "")
     return Overview(
@@ -29,10 +31,17 @@ def look(broker: Broker, save_interval: int | None = None) -> Overview:
         why=state.get("why", ""),
         paused=bool(state.get("paused")),
         alarms=raw["alarm"],
+        alarm=_alarm(raw["first alarm"]),
+        failure=_failure(raw["errors"], state.get("epoch", "0"), now),
+        refuses=raw["refuses"],
+        feeder=raw["feeder"],
+        full=bool(state.get("full")),
+        pushed=pushed,
+        pushed_age=_age(state.get("pushed_at"), now),
         queues=queues,
         caps=_caps(queues, config, sum(map(int, raw["spare"])), state.get("save_interval", save_interval)),
         policy=policy,
-        policy_age=now - policy.time if policy else None,
+        policy_age=_age(state.get("published_at"), now) if policy else None,
         trainer=_trainer(state, now),
         workers=_workers(raw, now),
         prompts=Prompts(
@@ -47,6 +56,23 @@ def look(broker: Broker, save_interval: int | None = None) -> Overview:
 
 
 def _ask(broker: Broker) -> dict[str, Any]:
+    return {**_counted(broker), "refuses": _refusal(broker), "feeder": _feeder(broker)}
+
+
+def _refusal(broker: Broker) -> str:
+    """What Redis says to a write: this one changes nothing, and is refused when others are."""
+    try:
+        broker.client.zadd(broker.keys["workers"], {"": 0}, xx=True)
+    except RedisError as error:
+        if isinstance(error, NoPermissionError) or not isinstance(error, ResponseError):
+            return ""
+        if not passing(error):
+            raise
+        return str(error)
+    return ""
+
+
+def _counted(broker: Broker) -> dict[str, Any]:
     keys, pipe = broker.keys, broker.client.pipeline(transaction=True)
     asked = {
         "time": pipe.time(),
@@ -60,6 +86,8 @@ def _ask(broker: Broker) -> dict[str, Any]:
         "groups": pipe.llen(keys["groups"]),
         "sizes": pipe.lrange(keys["groups:sizes"], 0, -1),
         "alarm": pipe.llen(keys["alarm"]),
+        "first alarm": pipe.lindex(keys["alarm"], 0),
+        "errors": pipe.xrevrange(keys["errors"], count=1),
         "open": pipe.hlen(keys["open"]),
         "unsettled": pipe.zrange(keys["unsettled"], 0, -1, withscores=True),
         "refeed": pipe.scard(keys["refeed"]),
@@ -108,13 +136,14 @@ def _caps(queues: Queues, config: Mapping[str, Any], spare: int, save_interval: 
 
 
 def _trainer(state: Mapping[str, str], now: float) -> Trainer:
-    seen = int(state.get("trainer_seen", 0))
-    age = now - seen / 1000
+    age = _age(state.get("trainer_seen"), now)
     return Trainer(
         name=state.get("trainer", ""),
         epoch=int(state.get("epoch", 0)),
-        seen=age if seen else None,
-        alive=bool(seen) and age * 1000 < HEARTBEAT_LIMIT_MS,
+        seen=age,
+        alive=age is not None and age * 1000 < HEARTBEAT_LIMIT_MS,
+        doing=state.get("doing", ""),
+        doing_for=_age(state.get("doing_since"), now),
     )
 
 
@@ -124,7 +153,13 @@ def _workers(raw: Mapping[str, Any], now: float) -> list[Worker]:
         for consumer in raw[name]["consumers"]:
             leased[consumer["name"]] = leased.get(consumer["name"], 0) + consumer["pending"]
     return [
-        Worker(text(name), now - score / 1000, leased.get(name, 0), _json(raw["workers:info"].get(name)))
+        Worker(
+            text(name),
+            now - score / 1000,
+            now - score / 1000 < HEARTBEAT_LIMIT_MS / 1000,
+            leased.get(name, 0),
+            _json(raw["workers:info"].get(name)),
+        )
         for name, score in raw["workers"]
     ]
 
@@ -137,6 +172,42 @@ def _reasons(counters: Mapping[bytes, bytes]) -> dict[str, dict[str, int]]:
         if colon:
             result.setdefault(kind, {})[reason] = int(count)
     return result
+
+
+def _feeder(broker: Broker) -> bool | None:
+    """Whether one is connected; it gives no other sign of life."""
+    try:
+        clients = broker.client.client_list()
+    except NoPermissionError:
+        return None
+    return any(client["name"] == f"{broker.keys.prefix}feeder" for client in clients)
+
+
+def _alarm(raw: bytes | None) -> str:
+    told = _json(raw)
+    return f"worker {told.get('worker')}: {told.get('what')}" if "what" in told else text(raw or b"")[:200]
+
+
+def _failure(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]], epoch: str, now: float) -> Failure | None:
+    for id, raw in entries:
+        said = _texts(raw)
+        if said.get("epoch") == epoch:
+            return Failure(said.get("worker", "?"), said.get("what", "?"), now - int(id.split(b"-")[0]) / 1000)
+    return None
+
+
+def _age(stamp: str | None, now: float) -> float | None:
+    """Seconds since `stamp`, in ms of the server's clock; None where there is none, or 0."""
+    since = _number(stamp)
+    return now - since / 1000 if since else None
+
+
+def _number(value: str | bytes | None) -> int | None:
+    """None where it is none."""
+    try:
+        return int(value or "")
+    except ValueError:
+        return None
 
 
 def _texts(raw: Mapping[bytes, bytes]) -> dict[str, str]:

@@ -12,7 +12,7 @@ GROUP = "generators"
 NAMES: dict[str, str] = {
     "feed": "integer: prompts fed so far; the next prompt's id",
     "prompts": "stream: fresh prompts: id, attempt, strikes, prompt (JSON record)",
-    "prompts:retry": "stream: prompts that go round again; leased before fresh ones",
+    "prompts:retry": "stream: prompts that go round again; leased before fresh ones; `alone`: at most one a worker",
     "refeed": "set of ids below `feed` that a restore found nowhere; the feeder sends them again",
     "groups": "list of finished groups (msgpack), oldest left; the only key that is not plain text",
     "groups:fenced": "exists inside one transaction only: the list, out of a fenced trainer's reach",
@@ -33,7 +33,7 @@ NAMES: dict[str, str] = {
     "quarantine": "capped stream: messages that would not decode: first 4 KB, length, sha256",
     "counters": "hash, for people, never for decisions",
     "config": "JSON: what all workers must agree on; written by the trainer",
-    "state": "hash: status, why; epoch, token, trainer, trainer_seen; pushed; feed_total, data; tick, grace; spare",
+    "state": "hash: status, why; epoch, token, trainer and its signs of life; pushed; feed_total, data; times",
     "wake": "pub/sub channel: room, prompts, version, pause, stop",
 }
 

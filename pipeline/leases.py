@@ -97,16 +97,18 @@ class WorkerBroker:
     async def reap(self) -> list[str]:
         return [w.decode() for w in await self.patiently(lambda: self.script("reap"))]
 
-    async def fail(self, trace: str, what: str) -> None:
-        """This worker met a bug that will not heal: the trainer raises it before it takes another group."""
+    async def fail(self, trace: str, what: str, alarm: bool = True) -> None:
+        """This worker met a bug that will not heal: the trainer raises it before it takes another group. Without
+        `alarm` it is only noted: others may go on."""
         epoch = await self.patiently(lambda: self.client.hget(self.keys["state"], "epoch"))
-        alarm = json.dumps({"kind": "failed", "worker": self.worker, "what": what, "trace": trace[-20_000:]})
+        told = json.dumps({"kind": "failed", "worker": self.worker, "what": what, "trace": trace[-20_000:]})
         entry: Any = {"worker": self.worker, "epoch": epoch or b"0", "what": what, "trace": trace[-20_000:]}
 
         async def send() -> None:
             pipe = self.client.pipeline(transaction=True)
             pipe.xadd(self.keys["errors"], entry, maxlen=1000)
-            pipe.rpush(self.keys["alarm"], alarm)
+            if alarm:
+                pipe.rpush(self.keys["alarm"], told)
             await pipe.execute()
 
         await self.patiently(send)
@@ -122,22 +124,23 @@ class WorkerBroker:
 
     # -- prompts
 
-    async def lease(self, want: int, spare: int) -> Leased:
-        """Up to `want` prompts, as far as there is room. After an outage: none, and `suspect` is set."""
+    async def lease(self, want: int, spare: int, alone: bool = False) -> Leased:
+        """Up to `want` prompts, as far as there is room; `alone` where one is held already that goes alone. After an
+        outage: none, and `suspect` is set."""
         try:
-            r = await self.script("lease", self.worker, want, spare)
+            r = await self.script("lease", self.worker, want, spare, int(alone))
         except RedisError as error:
             if not passing(error):
                 raise
             await self.outage(error)
             return Leased([], None, 0, "outage")
+        if not self.seen.away:
+            self.seen.well()
         if r[0] != b"ok":
             why = r[-1].decode()
             if why == NO_GROUP:
                 log.warning("Redis has lost a prompt stream or its consumer group: this worker makes it anew")
                 self.suspect = True
-        if not self.seen.away:
-            self.seen.well()
             return Leased([], None, 0, why)
         leases = [lease_of(stream.decode(), entry, flat_fields(flat)) for stream, entry, flat in r[3]]
         return Leased(leases, version_of(r[1]), int(r[2]), "")

@@ -56,6 +56,10 @@ class Trainer:
     seen: float | None
     "seconds since its last sign of life; None: it has left"
     alive: bool
+    doing: str
+    "as it says: training step 12, saving, waiting for groups, ..."
+    doing_for: float | None
+    "seconds"
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,21 @@ class Worker:
     name: str
     seen: float
     "seconds since its last heartbeat"
+    alive: bool
     leased: int
     "prompts it holds, as Redis has it"
     info: dict[str, Any]
-    "what it says of itself: host, pid, engine, version, loading, in_flight, samples, tokens_per_sec"
+    "what it says of itself: see Generator.info"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a worker said when it ended with an error."""
+
+    worker: str
+    what: str
+    age: float
+    "seconds"
 
 
 @dataclass(frozen=True)
@@ -90,11 +105,25 @@ class Overview:
     paused: bool
     alarms: int
     "fatal errors that the trainer has not read"
+    alarm: str
+    "the first of them"
+    failure: Failure | None
+    "the newest under this trainer"
+    refuses: str
+    "Redis's answer to a write, where it takes none"
+    feeder: bool | None
+    "one is connected; None where we may not ask"
+    full: bool
+    "a group found no place in the list, and nothing was taken since"
+    pushed: int
+    "groups, ever"
+    pushed_age: float | None
+    "seconds since the last"
     queues: Queues
     caps: Caps
     policy: Policy | None
     policy_age: float | None
-    "seconds since it was published, by the trainer's clock"
+    "seconds since it was published; None where Redis forgot when"
     trainer: Trainer
     workers: list[Worker]
     prompts: Prompts

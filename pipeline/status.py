@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import show
+from pipeline.causes import Cause, causes
 from pipeline.config import PositiveFloat, option
 from pipeline.entries import oldest_lag
 from pipeline.errors import RedisDown
-from pipeline.fence import HEARTBEAT_LIMIT_MS
 from pipeline.find import Found, Look, arguments, found, settings
 from pipeline.glance import look
 from pipeline.overview import Overview, Worker
@@ -97,17 +97,17 @@ def report(run: Found, view: Overview, step: dict[str, Any], behind: int | None)
     if sentences:
         show.line()
     for sentence in sentences:
-        show.line(f"! {sentence}")
+        show.pairs([("!", sentence)])
 
 
 def _progress(view: Overview, step: dict[str, Any]) -> Iterator[tuple[str, str]]:
     policy, trainer = view.policy, view.trainer
-    if policy and view.policy_age is not None:
+    if policy:
+        age = "" if view.policy_age is None else f", {show.ago(view.policy_age)} old"
         restored = ", ".join(f"{n} restored {r}" for n, r in policy.lineage)
         yield (
             "version",
-            f"{policy.version}, step {policy.step}, {show.ago(view.policy_age)} old"
-            + (f"; lineage: {restored}" if restored else ""),
+            f"{policy.version}, step {policy.step}{age}" + (f"; lineage: {restored}" if restored else ""),
         )
     else:
         yield "version", "none published yet"
@@ -167,26 +167,13 @@ def _row(worker: Worker) -> tuple[str, ...]:
 
 
 def notes(view: Overview, stopped: bool = False) -> Iterator[str]:
-    """What keeps a run from going on, as far as it can be seen from here."""
-    q, caps = view.queues, view.caps
-    if stopped or view.status in ("done", "failed"):
-        return
-    if view.alarms:
-        yield "a fatal error waits for the trainer to read it: millpond inspect errors"
-    if view.paused:
-        yield "the run is paused: nothing is leased"
-    if not view.trainer.alive:
-        yield "no trainer is alive"
-    if not view.workers:
-        yield "no worker is there"
-    if silent := [show.clean(w.name) for w in view.workers if w.seen * 1000 > HEARTBEAT_LIMIT_MS]:
-        yield f"silent, soon declared dead: {', '.join(silent)}"
-    if caps.queue is not None and q.queued >= caps.queue:
-        yield "the queue is full: workers wait for the trainer"
-    elif caps.room is not None and caps.room <= 0:
-        yield "no room: workers wait for the next version"
-    if not (q.fresh or q.retry or q.refeed) and (view.prompts.total is None or view.prompts.fed < view.prompts.total):
-        yield "no prompts wait: is the feeder running?"
+    """What keeps a run from going on, as far as one look can tell; `millpond why` takes two."""
+    if not stopped:
+        yield from (str(cause) for cause in causes(view) if cause.kind == "wait" or _fault(cause))
+
+
+def _fault(cause: Cause) -> bool:
+    return cause.kind == "fault" and cause.name != "failed"  # that stands on the first line
 
 
 def last_step(folder: Path) -> dict[str, Any]:

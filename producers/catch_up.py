@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 from pipeline.errors import WeightsError
@@ -25,6 +26,8 @@ class CatchUp:
         self.engine = engine
         self.tell = tell
         self.loading: int | None = None
+        self.since: float | None = None
+        "monotonic time since which it is loaded"
         self.policy: Policy | None = None
         "what was loaded last"
         self._one = asyncio.Lock()
@@ -35,7 +38,7 @@ class CatchUp:
         async with self._one:
             failed: list[int] = []
             while (policy := await self.broker.policy()) and policy.version > (self.engine.version or 0):
-                self.loading = policy.version
+                self.loading, self.since = policy.version, time.monotonic()
                 try:
                     await self.tell()
                     await self.engine.load(policy)
@@ -46,5 +49,5 @@ class CatchUp:
                         raise
                     await asyncio.sleep(PAUSE)
                 finally:
-                    self.loading = None
+                    self.loading = self.since = None
             return self.policy

@@ -11,6 +11,9 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from redis.exceptions import RedisError
 
 from pipeline.broker import Broker
 from pipeline.code import digest
@@ -27,6 +30,7 @@ from pipeline.options import flag
 from pipeline.pulse import WorkerPulse
 from pipeline.replies import Pulse
 from producers import engines, feeder, filters, rewards
+from producers.engines.base import Engine
 from producers.generator import Generator
 from producers.group import Maker
 from producers.work import Worker
@@ -43,10 +47,7 @@ def feed(argv: list[str]) -> int:
     check(config)
     found = join(config)
     setup("feeder", found.folder)
-    broker = Broker(found.url, Keys(found.run), "feeder", config.redis_patience)
-    _warn(broker)
-    for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda *_: broker.stop.set())
+    broker = _verified(found, "feeder", config.redis_patience)
     return feeder.main(config, broker, broker.stop)
 
 
@@ -56,9 +57,7 @@ def generate(argv: list[str]) -> int:
     check(config)
     found = join(config)
     setup(f"generator-{os.getpid()}", found.folder)
-    broker = Broker(found.url, Keys(found.run), "worker", config.redis_patience)
-    _warn(broker)
-    broker.close()
+    _verified(found, "worker", config.redis_patience).close()
     code = asyncio.run(_generate(config, found))
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
         log.warning("a reward function is still running; it is not waited for")
@@ -67,9 +66,14 @@ def generate(argv: list[str]) -> int:
     return code
 
 
-def _warn(broker: Broker) -> None:
-    for warning in broker.patiently(lambda: verify(broker.client)):
+def _verified(found: Place, name: str, patience: float) -> Broker:
+    """A broker on a Redis that may be used, waited for until a signal says otherwise."""
+    broker = Broker(found.url, Keys(found.run), name, patience)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: broker.stop.set())
+    for warning in broker.patiently(lambda: verify(broker.client, found.url)):
         log.warning(warning)
+    return broker
 
 
 async def _generate(config: GenerateConfig, found: Place) -> int:
@@ -85,6 +89,9 @@ async def _generate(config: GenerateConfig, found: Place) -> int:
             ):
                 _on_signals(generator.halt)
                 await generator.run()
+    except UsageError as error:
+        await broker.fail("", str(error), alarm=False)
+        raise
     except PASSES:
         raise
     except Exception as error:
@@ -114,25 +121,46 @@ async def _generator(
     generator = Generator(worker, engines.slots(config))
     loop = asyncio.get_running_loop()
 
-    def hear(heard: Pulse) -> None:
-        loop.call_soon_threadsafe(generator.hear, heard)
+    def hear(heard: Pulse | RedisError) -> None:
+        if isinstance(heard, RedisError):
+            loop.call_soon_threadsafe(generator.fail, heard)
+        else:
+            loop.call_soon_threadsafe(generator.hear, heard)
 
-    await engine.start()
+    def sign() -> tuple[dict[str, Any], int, float]:
+        return generator.info(), generator.spare, generator.turned if generator.ready else time.monotonic()
+
+    generator.ready = False
     await broker.register(generator.info())
-    pulse = WorkerPulse(
-        found.url,
-        broker.keys,
-        broker.worker,
-        lambda: (generator.info(), generator.spare, generator.turned),
-        hear,
-    )
+    pulse = WorkerPulse(found.url, broker.keys, broker.worker, sign, hear)
     pulse.start()
-    log.info("worker %s works on run %s", broker.worker, found.run)
     try:
+        await _start(engine, generator, broker)
+        log.info("worker %s works on run %s", broker.worker, found.run)
         yield generator
     finally:
         await asyncio.to_thread(pulse.stop)
         await engine.close()
+
+
+async def _start(engine: Engine, generator: Generator, broker: WorkerBroker) -> None:
+    """An engine may take minutes; who is told to stop meanwhile leaves at once."""
+    starting = asyncio.ensure_future(engine.start())
+
+    def stop() -> None:
+        broker.stop.set()
+        starting.cancel()
+
+    _on_signals(stop)
+    try:
+        await starting
+    except BaseException:
+        await broker.leave()
+        if broker.stop.is_set():
+            raise Stopped("asked to stop while the engine was starting") from None
+        raise
+    _on_signals(broker.stop.set)
+    generator.turned, generator.ready = time.monotonic(), True
 
 
 async def _rules(broker: WorkerBroker, config: GenerateConfig) -> Agreed | None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
-import socket
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +53,8 @@ class Generator:
         "something may have changed since a lease gave less than was wanted"
         self.weights = CatchUp(self.broker, self.engine, lambda: self.broker.heartbeat(self.info(), self.spare))
         self.began = self.turned = time.monotonic()
+        self.ready = True
+        "False while the engine starts"
         self.lived = False
         "the run has been seen neither done nor failed"
         self.told = False
@@ -127,10 +127,10 @@ class Generator:
     # -- one prompt
 
     def _start(self, lease: Lease) -> None:
-        job = Job(lease, Progress(running=self.rules.n_samples_per_prompt))
-        self.jobs[lease] = job
         if lease in self.jobs:  # its stream's consumer group was lost and made anew, and gave it to us again
             return
+        job = Job(lease, Progress(running=self.rules.n_samples_per_prompt))
+        self.jobs[lease] = job
         job.task = asyncio.create_task(self.worker.work(lease, job.progress, self.poke))
         job.task.add_done_callback(lambda task: self._ended(lease, task))
 
@@ -162,14 +162,9 @@ class Generator:
     def info(self) -> dict[str, Any]:
         """What people see of this worker."""
         return {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "engine": type(self.engine).__name__,
-            "version": self.engine.version,
-            "loading": self.weights.loading,
+            **self.worker.info(self.weights, None if self.ready else self.began),
             "in_flight": len(self.jobs),
             "samples": sum(job.progress.running for job in list(self.jobs.values())),
-            "tokens_per_sec": round(self.worker.tokens_per_sec(), 1),
         }
 
     def hear(self, pulse: Pulse) -> None:
@@ -196,15 +191,15 @@ class Generator:
         log.warning("this worker was declared dead; its prompts went to others, it registers anew")
         self._missed()
 
+    def fail(self, error: BaseException) -> None:
+        if not self.over.done():
+            self.over.set_exception(error)
+
     def halt(self) -> None:
         """Hand all back and end, soon."""
         self.broker.stop.set()
         if not self.over.done():
             self.over.set_result(None)
-
-    def fail(self, error: BaseException) -> None:
-        if not self.over.done():
-            self.over.set_exception(error)
 
     async def _listen(self) -> None:
         async for word in self.broker.wakes():

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from pipeline.codec import encode
 from pipeline.errors import EngineDown, EngineError, MessageError, RequestRefused
 from pipeline.leases import WorkerBroker
 from pipeline.replies import Lease
 from pipeline.types import Group
+from producers.catch_up import CatchUp
 from producers.filters import Verdict
 from producers.group import Maker, Progress, SampleAborted
 
@@ -23,6 +27,9 @@ FULL = (0.2, 1.0)
 "Seconds between tries to push into a full list."
 DOWN = 1.0
 "Seconds that a worker leases nothing after its engine was found down: what it hands back is for others."
+
+TOLD_AGAIN = 60.0
+"Seconds after which an engine that is still down is told of again."
 
 
 class Worker:
@@ -39,11 +46,31 @@ class Worker:
         "(when, tokens) of the latest groups"
         self.down = 0.0
         "monotonic time until which nothing is leased"
+        self.trouble = ""
+        "what the engine said when it was found down; empty once a group was made again"
+
+        self.told = -TOLD_AGAIN
+        "monotonic time when the log last told that the engine is down"
 
     def tokens_per_sec(self) -> float:
         """Over the last 10 seconds."""
         now = time.monotonic()
         return sum(count for when, count in list(self.made) if now - when < 10) / 10
+
+    def info(self, weights: CatchUp, starting: float | None) -> dict[str, Any]:
+        """What people see of this worker; `starting`: monotonic time since when its engine does."""
+        since = weights.since if starting is None else starting
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "engine": type(self.maker.engine).__name__,
+            "version": self.maker.engine.version,
+            "loading": weights.loading,
+            "ready": starting is None,
+            "busy_for": since and round(time.monotonic() - since, 1),
+            "trouble": self.trouble,
+            "tokens_per_sec": round(self.tokens_per_sec(), 1),
+        }
 
     async def work(self, lease: Lease, progress: Progress, poke: asyncio.Event) -> None:
         """Each lease ends in exactly one of: pushed, dropped, handed back, lost to another round."""
@@ -58,8 +85,8 @@ class Worker:
             log.warning("prompt %d is dropped: %s", lease.prompt.id, error)
             await self.broker.drop(lease, "refused")
         except EngineDown as error:
-            log.warning("prompt %d is handed back: %s", lease.prompt.id, error)
-            self.down = time.monotonic() + DOWN
+            self._tell(error)
+            self.down, self.trouble = time.monotonic() + DOWN, str(error)[:500]
             await self.broker.hand_back([lease], "engine_down")
         except SampleAborted as error:
             log.warning("prompt %d: %s", lease.prompt.id, error)
@@ -69,11 +96,19 @@ class Worker:
         else:
             await self._finish(lease, group)
 
+    def _tell(self, error: EngineDown) -> None:
+        """One line an outage, not one a prompt; again while it lasts."""
+        now = time.monotonic()
+        if now - self.told >= TOLD_AGAIN:
+            self.told = now
+            log.warning("the engine is down (%s); its prompts are handed back until it answers", error)
+
     async def _give_up(self, lease: Lease, reason: str, why: object) -> None:
         log.warning("prompt %d gets a strike (%s): %s", lease.prompt.id, reason, why)
         await self.broker.hand_back([lease], reason, "strike")
 
     async def _finish(self, lease: Lease, group: Group) -> None:
+        self.trouble = ""
         self.made.append((time.monotonic(), sum(len(q.tokens) for s in group.samples for q in s.sequences)))
         verdict = self.keep(group) if self.keep else None
         if verdict is not None and not verdict.keep:

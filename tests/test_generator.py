@@ -679,7 +679,7 @@ def test_sigterm_hands_everything_back_and_the_worker_ends_with_0(real: Rig) -> 
         sent.result()
     assert retries(real) == {0: (2, 0), 1: (2, 0)}
     assert gone(real)
-    assert not real.raw.exists(real.keys["alarm"], real.keys["errors"])
+    assert not real.raw.exists(real.keys["alarm"])
 
 
 def test_a_halt_before_the_run_is_a_halt(real: Rig) -> None:
@@ -963,7 +963,7 @@ def test_a_worker_with_other_rewards_than_the_run_says_so_and_takes_no_prompts(r
     with pytest.raises(UsageError, match=r"-rm-\w+ is .* here, and .* trainer .*all must agree"):
         generate(real, "reward_with_a_bug")
     assert leased(real) == 0
-    assert not real.raw.exists(real.keys["alarm"], real.keys["errors"])
+    assert not real.raw.exists(real.keys["alarm"])
 
 
 # -- signs of life

@@ -370,8 +370,8 @@ def test_status_of_a_run_that_nobody_has_trained_yet(demo: Place, capsys: Captur
     for words in (
         "no trainer yet",
         "none published yet",
-        "no trainer is alive",
-        "no worker is there",
+        "no trainer has ever come: start `millpond train`",
+        "no generator has ever come",
         "1 fed; 1 fresh",
     ):
         assert words in text, words
@@ -384,7 +384,8 @@ def test_status_says_why_a_run_stands_still(demo: Place, fresh: TrainerBroker, c
     fresh.renew(paused="1", trainer_seen="1000")
     fresh.client.zadd(fresh.keys["workers"], {"w1": 1000})
     text = told(capsys, status.main, *remote(demo, fresh))
-    for words in ("the queue is full", "is paused", "no trainer is alive", "silent, soon declared dead: w1"):
+    assert max(len(line) for line in text.splitlines()[1:]) <= 80
+    for words in ("the list is full (1 of 1", "is paused", "no trainer is alive: host-1", "all generators are silent"):
         assert words in text, words
 
 

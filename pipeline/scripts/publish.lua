@@ -15,6 +15,7 @@ if version > known then
   redis.call('DEL', weights)
   redis.call('SET', weights_version, ARGV[3])
   redis.call('HSET', weights, 'version', ARGV[3], unpack(ARGV, 5, last))
+  redis.call('HSET', state, 'published_at', now())
 end
 redis.call('PUBLISH', wake, 'version')
 return {answer, version}

@@ -43,5 +43,6 @@ local number = redis.call('HINCRBY', state, 'pushed', 1)
 redis.call('RPUSH', groups_sizes, string.format('%d %.0f', size, total + size))
 redis.call('HSET', open, p.id, '{"attempt":' .. p.attempt .. ',"strikes":' .. p.strikes .. ',"push":' .. number .. ',"prompt":' .. p.prompt .. '}')
 redis.call('ZADD', unsettled, number, p.id)
+redis.call('HSET', state, 'pushed_at', now())
 redis.call('HINCRBY', counters, 'pushed', 1)
 return 'pushed'

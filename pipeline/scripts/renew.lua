@@ -6,5 +6,6 @@ if answer ~= 'ok' then return {answer} end
 redis.call('HSET', state, 'trainer_seen', now(), unpack(ARGV, 3))
 for i = 3, #ARGV, 2 do
   if ARGV[i] == 'status' then redis.call('PUBLISH', wake, ARGV[i + 1]) end
+  if ARGV[i] == 'doing' then redis.call('HSET', state, 'doing_since', now()) end
 end
 return {answer}

@@ -13,6 +13,6 @@ redis.pcall('XGROUP', 'CREATE', prompts_retry, 'generators', '0', 'MKSTREAM')
 if not s[3] then redis.call('SETNX', feed, 0) end -- from now on it is always there: see _fed.lua
 local epoch = tonumber(s[3] or 0)
 if not mine then epoch = math.max(epoch, tonumber(ARGV[5])) + 1 end
-redis.call('HSET', state, 'epoch', epoch, 'token', ARGV[1], 'trainer', ARGV[2], 'trainer_seen', t, 'status', 'starting', 'why', '')
+redis.call('HSET', state, 'epoch', epoch, 'token', ARGV[1], 'trainer', ARGV[2], 'trainer_seen', t, 'status', 'starting', 'why', '', 'doing', 'starting', 'doing_since', t)
 redis.call('DEL', alarm)
 return {'ok', epoch}
