@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -104,6 +105,9 @@ def test_what_nothing_here_does_is_refused_in_every_mode(
         (train(global_batch_size=257), "more than the 256 samples of a step"),
         (train(**ASYNC, use_tis=True, use_rollout_logprobs=True), "use one"),
         (train(**ASYNC, tis_clip_low=3.0), "--tis-clip-low 3.0 is above --tis-clip 2.0"),
+        (train(**ASYNC, use_rs=True, use_rollout_logprobs=True), "--use-rs and --use-rollout-logprobs"),
+        (train(use_rs=True, rs_lower_bound=1.1), "--rs-lower-bound 1.1 is above --rs-upper-bound 1.01"),
+        (train(advantage_estimator="reinforce_plus_plus", normalize_advantages=False), "or use rloo"),
         (train(num_rollout=None), "--num-rollout"),
         (run(num_rollout=None), "--num-epoch"),
         (train(resume=True, save_interval=0), "with --save-interval 0 there are none"),
@@ -122,6 +126,13 @@ def test_what_cannot_work_is_refused_with_a_remedy(config: Section, said: str) -
         (train(tis_clip=2.0), "tis_clip"),
         (train(**ASYNC, use_tis=False, tis_clip_low=0.5), "tis_clip_low"),
         (train(**ASYNC, use_rollout_logprobs=True, tis_clip=3.0), "tis_clip"),
+        (train(tis_level="sequence"), "tis_level"),
+        (train(**ASYNC, custom_tis_function_path="my.weights", tis_mode="mask"), "tis_mode"),
+        (train(rs_level="sequence"), "rs_level"),
+        (train(kl_loss_coef=0.1), "kl_loss_coef"),
+        (train(ref_load=Path("model")), "ref_load"),
+        (train(advantage_estimator="rloo", disable_grpo_std_normalization=True), "disable_grpo_std_normalization"),
+        (train(advantage_estimator="cispo", eps_clip_c=3.0), "eps_clip_c"),
         (train(echo_train_seconds=1.0), "echo_train_seconds"),
         (train(train_backend="echo", lr=0.1), "lr"),
         (train(queue_capacity=64, async_data_buffer_capacity_factor=3.0), "async_data_buffer_capacity_factor"),
@@ -167,6 +178,14 @@ def test_all_mistakes_are_told_at_once() -> None:
 def test_stale_groups_without_a_correction_are_a_warning() -> None:
     assert check(train(**ASYNC, use_tis=False)) == ["groups may be stale and nothing corrects for it; --use-tis does"]
     assert check(train(**ASYNC, use_rollout_logprobs=True)) == []
+
+
+def test_settings_that_hardly_act_are_a_warning() -> None:
+    (said,) = check(train(advantage_estimator="gspo"))
+    assert "--eps-clip 3e-4" in said
+    assert check(train(advantage_estimator="gspo", eps_clip=3e-4)) == []
+    (said,) = check(train(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k1"))
+    assert "k2 and low_var_kl" in said
 
 
 def test_importance_sampling_is_on_where_the_weights_can_differ() -> None:
