@@ -94,7 +94,7 @@ def plain(rig: Rig) -> dict[str, Any]:
     streams = {s: rig.entries(s) for s in ("prompts", "prompts:retry", "dead")}
     hashes: dict[str, Any] = {h: rig.raw.hgetall(rig.keys[h]) for h in ("open", "counters", "weights", "workers:info")}
     state: Any = rig.raw.hgetall(rig.keys["state"])
-    for name in (b"trainer_seen", b"token", b"tick", b"grace", b"doing_since", b"pushed_at"):
+    for name in (b"trainer_seen", b"token", b"tick", b"grace", b"doing_since", b"pushed_at", b"published_at"):
         state.pop(name, None)
     return {"standing": stand, "groups": rig.groups(), "state": state, **streams, **hashes}
 
