@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from cast import Cast
 from link import COMMAND, REPLY
 from plan import Fault
-from processes import Started
 
-Act = Callable[[Cast, Fault], None]
+if TYPE_CHECKING:
+    from cast import Cast
+
+Act = Callable[["Cast", Fault], None]
+Order = Callable[["Cast", Fault, str], None]
+"what befalls the link of whom"
 PARTS = ("trainer", "feeder", "generator")
 
 
@@ -23,7 +27,7 @@ def killed(part: str) -> Act:
     def act(cast: Cast, fault: Fault) -> None:
         name = who(part, fault)
         cast.playing[name].kill()
-        cast.lock(name, min(fault.lasts, 3.0), lambda: cast.again(name))
+        cast.troubles.during(name, min(fault.lasts, 3.0), lambda: cast.again(name))
 
     return act
 
@@ -35,7 +39,7 @@ def stopped(part: str) -> Act:
         name = who(part, fault)
         one = cast.playing[name]
         one.kill(signal.SIGSTOP)
-        cast.lock(name, fault.lasts, lambda: one.kill(signal.SIGCONT))
+        cast.troubles.during(name, fault.lasts, lambda: one.kill(signal.SIGCONT))
 
     return act
 
@@ -54,9 +58,9 @@ def sent_away(part: str) -> Act:
                 return
             if code != 130:  # a generator that could not reach Redis meanwhile says 130 too
                 one.ends(130 if name == "trainer" else 0)
-            cast.lock(name, min(fault.lasts, 3.0), lambda: cast.again(name))
+            cast.troubles.during(name, min(fault.lasts, 3.0), lambda: cast.again(name))
 
-        cast.ends(name, one, another)
+        cast.troubles.until(name, lambda: one.process.poll() is not None, another)
 
     return act
 
@@ -66,18 +70,18 @@ def replaced(cast: Cast, fault: Fault) -> None:
     have been stopped before it had done so); the other is told so, and has changed nothing."""
     first = cast.playing["trainer"]
     first.kill(signal.SIGSTOP)
-    cast.again("trainer")
-    second = cast.playing["trainer"]
+    second = cast.again("trainer")
 
-    def told(loser: Started, winner: Started) -> None:
+    def told() -> None:
+        loser, winner = (first, second) if first.process.poll() is not None else (second, first)
         assert "has been taken over by" in loser.ends(4)
         cast.playing["trainer"] = winner
-        cast.no_longer(winner)
-        cast.busy.discard("trainer")
 
-    cast.ends("trainer", first, lambda: told(first, second))
-    cast.ends("trainer", second, lambda: told(second, first))
-    cast.after(1.0 + fault.lasts, lambda: first.kill(signal.SIGCONT))
+    def either() -> bool:
+        return first.process.poll() is not None or second.process.poll() is not None
+
+    cast.troubles.until("trainer", either, told)
+    cast.troubles.after(1.0 + fault.lasts, lambda: first.kill(signal.SIGCONT))
 
 
 def clock_jumps(cast: Cast, fault: Fault) -> None:
@@ -85,32 +89,32 @@ def clock_jumps(cast: Cast, fault: Fault) -> None:
     one = cast.playing[who("generator", fault)]
     clock = cast.seen / f"clock-{one.process.pid}"
     clock.write_text("3600" if fault.share < 0.5 else "-3600")
-    cast.after(fault.lasts, lambda: clock.unlink())
+    cast.troubles.after(fault.lasts, lambda: clock.unlink())
 
 
-def linked(order: Callable[[Cast, Fault, str], None], part: str) -> Act:
+def linked(order: Order, part: str) -> Act:
     return lambda cast, fault: order(cast, fault, who(part, fault))
 
 
 def slow(cast: Cast, fault: Fault, name: str) -> None:
     link = cast.links[name]
     link.slow(0.02 + 0.3 * fault.share)
-    cast.after(fault.lasts, lambda: link.slow(0))
+    cast.troubles.after(fault.lasts, lambda: link.slow(0))
 
 
 def hole(cast: Cast, fault: Fault, name: str) -> None:
     link = cast.links[name]
     link.hole()
-    cast.lock(f"link of {name}", fault.lasts, lambda: link.fill(late=fault.share < 0.5))
+    cast.troubles.during(f"link of {name}", fault.lasts, lambda: link.fill(late=fault.share < 0.5))
 
 
 def refused(cast: Cast, fault: Fault, name: str) -> None:
     link = cast.links[name]
     link.refuse()
-    cast.lock(f"link of {name}", fault.lasts, link.heal)
+    cast.troubles.during(f"link of {name}", fault.lasts, link.heal)
 
 
-ORDERS: dict[str, Callable[[Cast, Fault, str], None]] = {
+ORDERS: dict[str, Order] = {
     "slow": slow,
     "swallows all": hole,
     "refuses": refused,
@@ -146,5 +150,5 @@ def ready(cast: Cast, fault: Fault) -> bool:
     words = fault.kind.split()
     if fault.kind in LINKS:
         name = who(words[2], fault)
-        return f"link of {name}" not in cast.busy and not cast.links[name].ordered
-    return ("redis" if fault.kind in REDIS else who(words[0].removesuffix("'s"), fault)) not in cast.busy
+        return f"link of {name}" not in cast.troubles.busy and not cast.links[name].ordered
+    return ("redis" if fault.kind in REDIS else who(words[0].removesuffix("'s"), fault)) not in cast.troubles.busy

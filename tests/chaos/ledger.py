@@ -74,12 +74,14 @@ class Ledger:
         chain: list[Handed] = []
         step = saved[-1] if saved else 0
         while step:
+            assert step in saved, f"a trainer began at step {step}, and there is no such checkpoint"
             epoch = json.loads((checkpoints / f"{step:08d}" / "state.json").read_text())["epoch"]
             process = max(h.process for h in self.handed if (h.epoch, h.step) == (epoch, step))
             own = [h for h in self.handed if h.process == process and h.epoch == epoch]
             chain = [h for h in own if h.step <= step] + chain
             step = own[0].step - 1
-        assert [h.step for h in chain] == list(range(1, len(chain) + 1))
+        taken = [h.step for h in chain]
+        assert taken == list(range(1, len(chain) + 1)), f"steps of the history: {taken}"
         for step in saved:
             before = Counter(mark.id for h in chain[:step] for mark in h.marks)
             bits = ones((checkpoints / f"{step:08d}" / "committed.bits").read_bytes())
@@ -87,7 +89,7 @@ class Ledger:
         return chain
 
 
-def compare(ledger: Ledger, checkpoints: Path, ends: dict[str, set[int]], staleness: int = 2) -> list[Handed]:
+def compare(ledger: Ledger, checkpoints: Path, ends: dict[str, set[int]], staleness: int | None) -> list[Handed]:
     """Raises where what was seen contradicts the checkpoints or `ends`: ids that stand in Redis under committed,
     dropped, dead. Answers the history."""
     chain = ledger.history(checkpoints)
@@ -106,16 +108,16 @@ def compare(ledger: Ledger, checkpoints: Path, ends: dict[str, set[int]], stalen
     return chain
 
 
-def check_batch(ledger: Ledger, h: Handed, staleness: int) -> None:
+def check_batch(ledger: Ledger, h: Handed, staleness: int | None) -> None:
     """What a trainer was given, on whichever branch: really made, before it was handed over, fresh enough."""
     for mark, oldest in zip(h.marks, h.oldest, strict=True):
         assert mark in ledger.made, f"step {h.step}: nobody made {mark}"
         at, versions = ledger.made[mark]
-        assert at < h.at
+        assert at < h.at, f"step {h.step}: {mark} was made later"
         assert max(versions) <= h.version, f"step {h.step}: {mark} is of version {versions} above {h.version}"
         assert not unlucky(mark.id), f"step {h.step}: {mark} was dropped"
         first = min(o.version for o in ledger.handed if (o.process, o.epoch) == (h.process, h.epoch))
-        if oldest >= first:  # of this trainer's own publications, one a step
+        if staleness is not None and oldest >= first:  # of this trainer's own publications, one a step
             assert h.version - oldest <= staleness, f"step {h.step}: {mark} is too old: {oldest} at {h.version}"
 
 

@@ -18,10 +18,44 @@ class Fault:
     "0 to 1, for whatever else there is to choose: which generator, how many bytes"
 
 
-def draw(dice: random.Random, kinds: Sequence[str], pause: float, longest: float) -> list[Fault]:
+@dataclass(frozen=True)
+class Setting:
+    """Of the run that it befalls."""
+
+    rows: int | None = 600
+    "prompts of the one epoch; None: the run ends by its steps"
+    pace: float = 0.3
+    "seconds a step takes while there are faults to come"
+    staleness: int | None = 2
+    save_interval: int = 3
+    durability: str = "second"
+
+
+def each(dice: random.Random, kinds: Sequence[str], pause: float, longest: float) -> list[Fault]:
     """Each of `kinds` once, in any order. Most faults are short; `longest` is met now and then."""
-    shuffled = dice.sample(kinds, len(kinds))
-    return [Fault(kind, dice.uniform(0, pause), longest * dice.random() ** 3, dice.random()) for kind in shuffled]
+    return [_fault(dice, kind, pause, longest) for kind in dice.sample(kinds, len(kinds))]
+
+
+def some(dice: random.Random, kinds: Sequence[str], seconds: float) -> list[Fault]:
+    """As many as go into so long, of any kinds, lasting up to half a minute: beyond the limits of heartbeats and
+    sockets."""
+    plan: list[Fault] = []
+    while sum(fault.after for fault in plan) < seconds:
+        plan.append(_fault(dice, dice.choice(kinds), 3.0, 30.0))
+    return plan
+
+
+def _fault(dice: random.Random, kind: str, pause: float, longest: float) -> Fault:
+    return Fault(kind, dice.uniform(0, pause), longest * dice.random() ** 3, dice.random())
+
+
+def any_setting(dice: random.Random) -> Setting:
+    return Setting(
+        rows=dice.randint(600, 1200),
+        staleness=dice.choice([0, 1, 2, 3, None]),
+        save_interval=dice.choice([1, 3, 7]),
+        durability=dice.choice(["process", "second"]),
+    )
 
 
 def unlucky(id: int) -> bool:

@@ -1,0 +1,49 @@
+"""Two deaths by themselves, with what is said of them; tests/chaos/test_chaos.py has all of them at random."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from processes import ECHO_RUN, PACE, Parts, Stage, alive, audited, contiguous, eventually, prompts, server_of, steps
+
+ASYNC = ("--fully-async", "--max-weight-staleness", "2", "--save-interval", "3", "--echo-train-seconds", "0.05")
+
+
+def test_a_trainer_that_was_replaced_wakes_up_and_changes_nothing(redis_url: str, tmp_path: Path) -> None:
+    with Parts(tmp_path, redis_url, prompts(tmp_path, 120)) as run:
+        first = run.trainer(*ASYNC, "--num-epoch", "1")
+        feeder, generator = run.feeder("--num-epoch", "1"), run.generator()
+        eventually(run.committed, "a first commit")
+        first.kill(signal.SIGSTOP)
+        second = run.trainer(*ASYNC, "--num-epoch", "1", "--resume", "--take-over")
+        eventually(
+            lambda: run.broker.state()["epoch"] == "2" and run.broker.state()["status"] == "running", "a takeover"
+        )
+        first.kill(signal.SIGCONT)
+        assert "has been taken over by" in first.ends(4, seconds=20)
+        run.audit()
+        for process in (second, feeder, generator):
+            process.ends(0)
+        found = run.audit()
+    assert found.places["committed"] + found.places["dead"] == 120
+    lines = steps(run.out)
+    contiguous(lines)
+    assert sum(line["rollout/groups"] for line in lines) == found.places["committed"]
+
+
+def test_nothing_outlives_a_killed_supervisor_and_the_run_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with Stage(tmp_path) as stage:
+        run = stage.millpond(
+            *("run", "--out", out, *ECHO_RUN, *PACE, "--save-interval", "3", "--echo-train-seconds", "0.05"),
+            *("--prompt-data", prompts(tmp_path, 120), "--num-epoch", "1"),
+        )
+        eventually(lambda: len(steps(out)) >= 4, "four steps")
+        left = [*run.children().values(), server_of(out)]
+        assert len(left) == 4
+        run.kill()
+        eventually(lambda: not any(map(alive, left)), "the end of its children and of Redis", seconds=15)
+        stage.millpond("run", "--resume", "--out", out).ends(0)
+        assert audited(stage, out)["committed"] == 120
+    assert contiguous(steps(out)) == 30
