@@ -83,7 +83,7 @@ def test_a_checkpoint_says_what_was_trained_dropped_and_dead_lettered_and_how_fa
     real.do(worker.drop(leases[1], "boring"))
     real.do(worker.hand_back([leases[2]], "too_large", "bury"))
     trainer.ledger = Ledger(taken={0: prompt(0)}, published={3: prompt(3)}, committed=bytearray(b"\0\x80"))
-    found = checkpoint.ledger_of(trainer.standing(), trainer.ledger)
+    found = checkpoint.ledger_of(real.standing(), trainer.ledger)
     marked = {name: [id for id in range(16) if get_bit(getattr(found, name), id)] for name in checkpoint.BITS}
     assert marked == {"committed": [0, 3, 8], "dropped": [1], "dead": [2]}
     assert found.cursor == 6
@@ -193,7 +193,7 @@ def test_nothing_is_leased_before_the_first_weights_are_published(real: Rig, tmp
 def test_a_run_that_is_there_is_refused_without_resume_and_left_as_it_is(real: Rig, tmp_path: Path) -> None:
     real.trainer()
     before = real.dump()
-    with pytest.raises(RunExists, match=r"is in this Redis already: --resume goes on"):
+    with pytest.raises(RunExists, match=r"is in this Redis already, trained by trainer: --resume goes on"):
         loop_of(real, tmp_path)
     assert real.dump() == before
 

@@ -126,6 +126,17 @@ def test_what_a_checkpoint_contains_is_published_first(real: Rig, tmp_path: Path
     assert checkpoint.read(tmp_path / "checkpoints/00000003").version == 3
 
 
+def test_a_checkpoint_between_two_publications_waits_for_the_next(real: Rig, tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+    backend = Watched(**{f"at_{step}": lambda: seen.append(saved(tmp_path)) for step in range(9)})
+    feed(real, 40)
+    with crew(real, quick):
+        run(loop_of(real, tmp_path, backend, num_rollout=9, update_weights_interval=2, save_interval=3, save_keep=9))
+    assert seen == [[], [], [], [], [4], [4], [4, 6], [4, 6], [4, 6]]
+    assert saved(tmp_path) == [4, 6, 9]
+    assert [line["train/weight_version"] for line in metrics(tmp_path)] == [1, 2, 2, 3, 3, 4, 4, 5, 5]
+
+
 def test_without_checkpoints_groups_are_committed_when_they_are_published(real: Rig, tmp_path: Path) -> None:
     seen: list[int] = []
 

@@ -42,10 +42,12 @@ class Loop:
     now: Beginning
     "steps done, and the version that was published last or is to be published first"
 
+    def __post_init__(self) -> None:
+        self.saved = self.now.step
+
     def run(self) -> None:
         """To the end of steps or data, whichever comes first; what was trained is in a checkpoint at any end but a
         crash."""
-        self.saved = self.now.step
         self.publish(self.now.version)
         self.broker.renew(status="running", why="")
         try:
@@ -77,8 +79,14 @@ class Loop:
         if self.now.step % self.config.update_weights_interval == 0:
             self.publish(self.now.version + 1)
         self.report.step(self.now, batch, figures, trained)  # first: what a checkpoint contains must have its line
-        if self.config.save_interval and self.now.step % self.config.save_interval == 0:
+        if self._save_is_due() and not self.broker.ledger.taken:
             self.save()
+
+    def _save_is_due(self) -> bool:
+        """A step at which to save came since the last; between two publications it waits, or versions would come faster
+        than room reckons with, and groups grow stale."""
+        interval = self.config.save_interval
+        return interval > 0 and self.now.step // interval > self.saved // interval
 
     def publish(self, version: int) -> None:
         """Write aside, rename, then announce. Room opens for what these weights were trained on."""

@@ -36,8 +36,9 @@ class Beginning:
 
 def begin(config: TrainConfig, broker: TrainerBroker, backend: Backend, folder: Path) -> Beginning:
     """Takes the run over, loads what there is to load, and sends round again what was taken and not committed."""
-    known = "epoch" in broker.state()
-    _refuse(config, broker, folder, known)
+    state = broker.state()
+    known = "epoch" in state
+    _refuse(config, broker, folder, state)
     found = _load(config, folder)
     if found is None and broker.committed():
         raise UsageError(
@@ -63,12 +64,12 @@ def begin(config: TrainConfig, broker: TrainerBroker, backend: Backend, folder: 
     return Beginning(step, version, (*_lineage(broker, found), (version, restored)))
 
 
-def _refuse(config: TrainConfig, broker: TrainerBroker, folder: Path, known: bool) -> None:
-    run = broker.keys.run
+def _refuse(config: TrainConfig, broker: TrainerBroker, folder: Path, state: dict[str, str]) -> None:
+    run, known = broker.keys.run, "epoch" in state
     if known and not config.resume:
         raise RunExists(
-            f"run {run} is in this Redis already: --resume goes on with it, another --run starts a new one, "
-            f"`millpond purge --run {run}` deletes it"
+            f"run {run} is in this Redis already, trained by {state.get('trainer')}: --resume goes on with it, "
+            f"another --run starts a new one, `millpond purge --run {run}` deletes it"
         )
     if not config.resume and checkpoint.newest(folder / "checkpoints"):
         raise RunExists(
