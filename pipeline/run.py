@@ -23,7 +23,7 @@ from pipeline.broker import Broker
 from pipeline.children import Child, end
 from pipeline.config import RunConfig
 from pipeline.connect import verify
-from pipeline.errors import MillpondError, RunExists, Stopped, UsageError
+from pipeline.errors import MillpondError, RunExists, ServerError, Stopped, UsageError
 from pipeline.keys import Keys
 from pipeline.log import mask, setup
 from pipeline.modes import check
@@ -184,7 +184,12 @@ class Supervisor:
             return
         self._again("the embedded Redis", self.redis_restarts, f"see {self.folder / 'redis' / 'redis.log'}")
         self.redis_restarts += 1
-        self.server.restart()
+        dead = self.server.pid
+        try:
+            self.server.restart()
+        except ServerError:
+            if self.server.pid == dead or (self.server.poll() or 0) >= 0:  # else it was killed again as it started
+                raise
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupts += 1

@@ -1,11 +1,15 @@
-"""Two deaths by themselves, with what is said of them; tests/chaos/test_chaos.py has all of them at random."""
+"""Some deaths by themselves, with what is said of them; tests/chaos/test_chaos.py has all of them at random."""
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from pathlib import Path
 
+from plan import Setting
 from processes import ECHO_RUN, PACE, Parts, Stage, alive, audited, contiguous, eventually, prompts, server_of, steps
+from troupe import Troupe
 
 ASYNC = ("--fully-async", "--max-weight-staleness", "2", "--save-interval", "3", "--echo-train-seconds", "0.05")
 
@@ -47,3 +51,19 @@ def test_nothing_outlives_a_killed_supervisor_and_the_run_goes_on(tmp_path: Path
         stage.millpond("run", "--resume", "--out", out).ends(0)
         assert audited(stage, out)["committed"] == 120
     assert contiguous(steps(out)) == 30
+
+
+def test_a_redis_that_is_killed_while_it_starts_again_is_started_once_more(tmp_path: Path) -> None:
+    with Troupe(tmp_path, Setting(rows=160, pace=0.05)) as scene:
+        scene.begin()
+        before = set(scene.children())
+        os.kill(scene.pid("redis") or 0, signal.SIGKILL)
+        end = time.monotonic() + 60
+        while not (born := set(scene.children()) - before):
+            assert time.monotonic() < end
+        os.kill(born.pop(), signal.SIGKILL)
+        said = scene.run.ends(0)
+        found, _ = scene.finish()
+    assert "the embedded Redis was killed; it is started again (2)" in said
+    assert found.holds
+    assert found.places["committed"] + found.places["dropped"] == 160

@@ -48,8 +48,12 @@ class Troupe(Stage):
         if name == "supervisor":
             return self.run.process.pid
         command, _, index = name.partition("-")
-        found = [pid for pid in _children(self.run.process.pid) if _is(command, pid) and alive(pid)]
+        found = [pid for pid in self.children() if _is(command, pid) and alive(pid)]
         return found[int(index or 0) % len(found)] if found else None
+
+    def children(self) -> list[int]:
+        threads = list(Path(f"/proc/{self.run.process.pid}/task").glob("*/children"))
+        return sorted(int(child) for children in threads for child in children.read_text().split())
 
     # -- what an episode asks for
 
@@ -62,7 +66,8 @@ class Troupe(Stage):
 
     def ready(self, fault: Fault) -> bool:
         who = victim(fault)
-        return not self.troubles.busy & {who, "supervisor"} and self.pid(who) is not None
+        begun = self.pid("train") is not None  # a Redis that dies at the very start ends the command
+        return begun and not self.troubles.busy & {who, "supervisor"} and self.pid(who) is not None
 
     def going(self) -> bool:
         self.troubles.turn()
@@ -92,11 +97,6 @@ class Troupe(Stage):
     def words(self) -> str:
         logs = [self.run.output, *sorted((self.out / "logs").glob("*"))]
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
-
-
-def _children(pid: int) -> list[int]:
-    threads = list(Path(f"/proc/{pid}/task").glob("*/children"))
-    return sorted(int(child) for children in threads for child in children.read_text().split())
 
 
 def _is(command: str, pid: int) -> bool:
