@@ -56,7 +56,7 @@ def sent_away(part: str) -> Act:
             code = one.wait()
             if name == "trainer" and code == 0:  # the run was at its end
                 return
-            if code != 130:  # a generator that could not reach Redis meanwhile says 130 too
+            if code not in (130, -signal.SIGTERM):  # what cannot reach Redis says 130, what had just begun nothing
                 one.ends(130 if name == "trainer" else 0)
             cast.troubles.during(name, min(fault.lasts, 3.0), lambda: cast.again(name))
 
