@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from trainer_groups import group, random_groups, sample, sequence
 
 from pipeline.config import TrainConfig
@@ -17,7 +18,7 @@ from pipeline.errors import GroupError, MillpondError, UsageError, WeightsError
 from pipeline.types import Group
 from trainer import demo_model
 from trainer.advantages import ESTIMATORS, grpo
-from trainer.backends import build
+from trainer.backends import build, state
 from trainer.backends.torch import TorchBackend
 
 
@@ -38,8 +39,8 @@ def backend(checkpoint: Path, tis: bool = True, **changes: Any) -> TorchBackend:
 def weights(trained: TorchBackend, folder: Path) -> dict[str, torch.Tensor]:
     folder.mkdir()
     trained.save(folder)
-    state: dict[str, torch.Tensor] = torch.load(folder / "trainer.pt", weights_only=True)["model"]
-    return state
+    state = load_file(folder / "state-00001.safetensors")
+    return {name.removeprefix("model."): t for name, t in state.items() if name.startswith("model.")}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -356,14 +357,26 @@ def test_a_restored_trainer_keeps_to_its_own_settings(checkpoint: Path, tmp_path
 
 def test_a_state_that_is_missing_or_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     trained = backend(checkpoint)
-    with pytest.raises(WeightsError, match=r"trainer\.pt"):
+    with pytest.raises(WeightsError, match="no training state"):
         trained.load(tmp_path)
-    torch.save({"model": {"other": torch.zeros(1)}, "optimizer": {}, "updates": 0, "rng": []}, tmp_path / "trainer.pt")
-    with pytest.raises(WeightsError, match="other"):
+    state.write(tmp_path, [("model.other", torch.zeros(1))], {"updates": 0})
+    with pytest.raises(WeightsError, match=r"not a training state of this model: it has no model\.model\.embed"):
         trained.load(tmp_path)
-    (tmp_path / "trainer.pt").write_bytes(b"junk")
-    with pytest.raises(WeightsError, match=r"trainer\.pt"):
+    state.write(tmp_path, [(f"model.{name}", torch.zeros(3)) for name in weights(trained, tmp_path / "w")], {})
+    with pytest.raises(WeightsError, match=r"embed_tokens\.weight is \(3,\)"):
         trained.load(tmp_path)
+    (tmp_path / "state-00001.safetensors").write_bytes(b"junk")
+    with pytest.raises(WeightsError, match="missing or damaged"):
+        trained.load(tmp_path)
+
+
+def test_a_large_state_is_written_in_files_of_bounded_size(tmp_path: Path) -> None:
+    tensors = {f"t{n}": torch.full((n,), float(n)) for n in (3, 30, 8, 8 + 8, 1)}
+    state.write(tmp_path, tensors.items(), {"updates": 7}, largest=100)
+    assert len([*tmp_path.glob("state-*.safetensors")]) == 3
+    saved = state.Saved(tmp_path)
+    assert saved.facts["updates"] == 7
+    assert all(torch.equal(saved.tensor(name, t), t) for name, t in tensors.items())
 
 
 def test_saved_weights_load_with_transformers_and_give_the_same_logits(checkpoint: Path, tmp_path: Path) -> None:

@@ -58,6 +58,11 @@ class Unit:
         """That are trained on."""
         return sum(len(row.targets) for row in self.rows)
 
+    @property
+    def cost(self) -> int:
+        """Tokens that go through the model."""
+        return sum(len(row.inputs) for row in self.rows)
+
 
 @dataclass(frozen=True)
 class Microbatch:
@@ -125,20 +130,46 @@ def aggregated(minibatch: Sequence[Unit], kind: str, constant: float) -> list[Un
     ]
 
 
+def shares(minibatch: Sequence[Unit], ranks: int) -> list[list[Unit]]:
+    """The units of each rank, of about as many tokens: the longest first, each to the rank that has least."""
+    found: list[list[Unit]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for unit in sorted(minibatch, key=lambda unit: -unit.cost):
+        rank = loads.index(min(loads))
+        found[rank].append(unit)
+        loads[rank] += unit.cost
+    return found
+
+
 def microbatches(minibatch: Sequence[Unit], budget: int) -> list[Microbatch]:
     """Rows of like length together, each microbatch at most `budget` tokens with its padding.
 
     A row longer than the budget cannot be cut: it gets a microbatch of its own.
     """
+    return [_stack(rows) for rows in _packed(minibatch, budget)]
+
+
+def share(minibatch: Sequence[Unit], budget: int, rank: int, ranks: int) -> list[Microbatch]:
+    """The microbatches of one rank; all ranks have as many, as each forward pass may be a collective: what lacks is
+    made up by some without a token to train on."""
+    packed = [_packed(units, budget) for units in shares(minibatch, ranks)]
+    most = max(map(len, packed))
+    return [_stack(rows) for rows in packed[rank]] + [_stack([]) for _ in range(most - len(packed[rank]))]
+
+
+Placed = tuple[tuple[int, int, int], Row]
+
+
+def _packed(minibatch: Sequence[Unit], budget: int) -> list[list[Placed]]:
     rows = [((*unit.id, n), row) for unit in minibatch for n, row in enumerate(unit.rows)]
     rows.sort(key=lambda pair: -len(pair[1].inputs))
-    batches = []
+    found = []
     start = 0
     while start < len(rows):
         fits = max(1, budget // len(rows[start][1].inputs))
-        batches.append(_stack(rows[start : start + fits]))
+        found.append(rows[start : start + fits])
         start += fits
-    return batches
+    return found
 
 
 def _rows(sample: Sample) -> tuple[Row, ...]:
@@ -155,22 +186,28 @@ def _row(trace: Trace) -> Row:
     return Row(inputs, predictors, trace.tokens[trained], trace.logprobs[trained], nothing)
 
 
-def _stack(rows: Sequence[tuple[tuple[int, int, int], Row]]) -> Microbatch:
+def _stack(rows: Sequence[Placed]) -> Microbatch:
+    """Without rows: one of a single token that is not trained on."""
     import torch
 
-    width = max(len(row.inputs) for _, row in rows)
-    inputs = np.zeros((len(rows), width), dtype=np.int64)
-    for line, (_, row) in zip(inputs, rows, strict=True):
+    width = max((len(row.inputs) for _, row in rows), default=1)
+    inputs = np.zeros((max(1, len(rows)), width), dtype=np.int64)
+    for line, (_, row) in zip(inputs, rows, strict=False):
         line[: len(row.inputs)] = row.inputs
     counts = [len(row.targets) for _, row in rows]
     offsets = np.repeat(np.arange(len(rows)) * width, counts)
+
+    def flat(name: str, kind: type) -> torch.Tensor:
+        parts = [getattr(row, name) for _, row in rows]
+        return torch.from_numpy(np.concatenate([np.zeros(0, kind), *parts]).astype(kind))
+
     return Microbatch(
         input_ids=torch.from_numpy(inputs),
-        predictors=torch.from_numpy(np.concatenate([row.predictors for _, row in rows]) + offsets),
-        targets=torch.from_numpy(np.concatenate([row.targets for _, row in rows]).astype(np.int64)),
-        logprobs=torch.from_numpy(np.concatenate([row.logprobs for _, row in rows])),
-        advantages=torch.from_numpy(np.concatenate([row.advantages for _, row in rows])),
+        predictors=flat("predictors", np.int64) + torch.from_numpy(offsets),
+        targets=flat("targets", np.int64),
+        logprobs=flat("logprobs", np.float32),
+        advantages=flat("advantages", np.float32),
         weights=torch.from_numpy(np.repeat([row.weight for _, row in rows], counts).astype(np.float32)),
-        lengths=torch.tensor(counts),
+        lengths=torch.tensor(counts, dtype=torch.int64),
         ids=tuple(id for id, _ in rows),
     )

@@ -32,6 +32,9 @@ def main(argv: list[str]) -> int:
     """Train on finished groups and publish the weights."""
     config = parse(TrainConfig, argv, os.environ, "millpond train")
     warnings = check(config)
+    selection = resolve_rollout(config)
+    if backends.rank() > 0:
+        return _follow(config, selection.tis)
     place = join(config)
     folder = place.folder or RUNS / place.run
     setup("trainer", folder)
@@ -40,7 +43,6 @@ def main(argv: list[str]) -> int:
         log.warning(warning)
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: broker.stop.set())
-    selection = resolve_rollout(config)
     rollout = code.load(selection.rollout, "--rollout-function-path")
     backend = backends.build(config, selection.tis)
     pulse = TrainerPulse(place.url, broker)
@@ -60,6 +62,15 @@ def main(argv: list[str]) -> int:
         pulse.stop()
         backend.close()
         broker.close()
+    return 0
+
+
+def _follow(config: TrainConfig, tis: bool) -> int:
+    """Another rank than 0: it ends when rank 0 says so, not when all of torchrun's processes are told to."""
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, signal.SIG_IGN)
+    setup(f"trainer-{backends.rank()}", None)
+    backends.follow(config, tis)
     return 0
 
 

@@ -70,10 +70,11 @@ class Objective:
         kind = self.config.loss_aggregation or self.estimator.aggregation
         return aggregated(minibatch, kind, self.config.rollout_max_response_len)
 
-    def learns(self, micros: Sequence[Microbatch]) -> bool:
+    def learns(self, minibatch: Sequence[Unit]) -> bool:
         """Whether there is anything but gradients of 0."""
         pulled = self.config.entropy_coef > 0 or (self.config.use_kl_loss and self.config.kl_loss_coef > 0)
-        return bool(micros) and (pulled or any(bool(m.advantages.any()) for m in micros))
+        rows = [row for unit in minibatch for row in unit.rows]
+        return bool(rows) and (pulled or any(bool(row.advantages.any()) for row in rows))
 
     def sums(self, micro: Microbatch, told: Told, count: int) -> Tensor:
         """The figures times the tokens they are means over, [F]; the first is the loss and carries the gradient.

@@ -1,28 +1,58 @@
-"""Training backends, by the name --train-backend gives them."""
+"""Training backends, by the name --train-backend gives them; alone, or one process of several under torchrun."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from pipeline.config import TrainConfig
+from pipeline.errors import UsageError
 from trainer.backends.base import Backend
 
-
-def _torch(config: TrainConfig, tis: bool) -> Backend:
-    from trainer.backends.torch import TorchBackend
-
-    return TorchBackend(config, tis)
+if TYPE_CHECKING:
+    from trainer.ranks import Ranks
 
 
-def _echo(config: TrainConfig, tis: bool) -> Backend:
+def _torch(config: TrainConfig, tis: bool) -> tuple[Backend, Ranks | None]:
+    from trainer.backends.torch import TorchBackend, device_of
+    from trainer.ranks import meet
+
+    ranks = meet(config.distributed_timeout_minutes, device_of(config))
+    return TorchBackend(config, tis, ranks), ranks
+
+
+def _echo(config: TrainConfig, tis: bool) -> tuple[Backend, Ranks | None]:
     from trainer.backends.echo import EchoBackend
 
-    return EchoBackend(config.echo_train_seconds)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("--train-backend echo is one process: start it without torchrun")
+    return EchoBackend(config.echo_train_seconds), None
 
 
-BUILDERS: dict[str, Callable[[TrainConfig, bool], Backend]] = {"torch": _torch, "echo": _echo}
+BUILDERS: dict[str, Callable[[TrainConfig, bool], tuple[Backend, Ranks | None]]] = {"torch": _torch, "echo": _echo}
 
 
 def build(config: TrainConfig, tis: bool) -> Backend:
-    """`tis` is config.use_tis decided: by now it may not be None. The torch backend needs config.hf_checkpoint."""
-    return BUILDERS[config.train_backend](config, tis)
+    """For the one process, or rank 0 of several. `tis` is config.use_tis decided: by now it may not be None. The torch
+    backend needs config.hf_checkpoint."""
+    own, ranks = BUILDERS[config.train_backend](config, tis)
+    if ranks is None or ranks.world == 1:
+        return own
+    from trainer.lead import Leader
+
+    return Leader(own, ranks)
+
+
+def rank() -> int:
+    """Of this process under torchrun; 0 where it is alone."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def follow(config: TrainConfig, tis: bool) -> None:
+    """What every rank but 0 does: as rank 0 tells it, to the end."""
+    from trainer import lead
+
+    own, ranks = BUILDERS[config.train_backend](config, tis)
+    if ranks is not None:  # a backend of one process has refused by now
+        lead.follow(own, ranks)

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.errors import UsageError
+from trainer.backends.sharded import shard, whole
+
+EMPTY = torch.empty(0)
 
 COPIED = ("tokenizer*", "vocab*", "merges.txt", "*_tokens*.json", "chat_template*", "*.model", "generation_config.json")
 
@@ -20,9 +23,11 @@ class CausalModel:
     It stays in eval mode: dropout would make its probabilities other ones than the sampler's.
     """
 
-    def __init__(self, folder: Path | None, device: torch.device) -> None:
-        """Errors: UsageError."""
+    def __init__(self, folder: Path | None, device: torch.device, spread: bool = False) -> None:
+        """`spread`: over all ranks of the process group. Errors: UsageError."""
         self._folder, self.module, self._dtype = _load(folder)
+        if spread:
+            shard(self.module, device)
         self.module.to(device)
         self._device = device
         self._positions = torch.empty(0, dtype=torch.int64)
@@ -42,9 +47,12 @@ class CausalModel:
             logits: Tensor = self.module(input_ids=input_ids, use_cache=False).logits[0]
         return logits
 
-    def save(self, folder: Path) -> None:
-        """In the checkpoint's own dtype, in shards of at most 5 GB; tokenizer files go along."""
-        state = _cast(self.module.state_dict(), self._dtype)
+    def save(self, folder: Path, lead: bool = True) -> None:
+        """In the checkpoint's own dtype, in shards of at most 5 GB; tokenizer files go along. Where the model is spread
+        all ranks take part, a tensor at a time, and the lead writes."""
+        state = _cast(self.module, self._dtype, lead)
+        if not lead:
+            return
         self.module.save_pretrained(folder, state_dict=state, max_shard_size="5GB")
         self.module.config.dtype = self._dtype
         self.module.config.save_pretrained(folder)
@@ -74,12 +82,14 @@ def _load(folder: Path | None) -> tuple[Path, Any, torch.dtype]:
     return folder, model.eval(), dtype or torch.float32
 
 
-def _cast(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """On the CPU and in `dtype`; tensors that are one (tied weights) stay one, or they would be written twice."""
-    seen: dict[tuple[int, torch.Size], Tensor] = {}
+def _cast(module: nn.Module, dtype: torch.dtype, lead: bool) -> dict[str, Tensor]:
+    """On the CPU, whole and in `dtype`; tensors that are one (tied weights) stay one, or they would be there twice."""
+    seen: dict[int, Tensor] = {}
+    state = module.state_dict(keep_vars=True)
     for tensor in state.values():
-        target = dtype if tensor.is_floating_point() else tensor.dtype
-        key = (tensor.data_ptr(), tensor.shape)
-        if key not in seen:
-            seen[key] = tensor.to("cpu", target)
-    return {name: seen[tensor.data_ptr(), tensor.shape] for name, tensor in state.items()}
+        if id(tensor) not in seen:
+            found = whole(tensor.detach())
+            if lead:
+                found = found.to("cpu", dtype if found.is_floating_point() else found.dtype)
+            seen[id(tensor)] = found if lead else EMPTY
+    return {name: seen[id(tensor)] for name, tensor in state.items()}

@@ -1,31 +1,35 @@
-"""Trains any Hugging Face causal language model in one process, on a CPU or one GPU."""
+"""Trains any Hugging Face causal language model, on CPUs or GPUs; over several ranks its weights are spread (FSDP2).
+
+All ranks are given the same groups and work out the same split; each runs its share of the samples. Whatever decides
+(figures, norms, whether there is an update) is the same number on all.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-import zipfile
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.config import TrainConfig
-from pipeline.errors import MillpondError, UsageError, WeightsError
+from pipeline.errors import MillpondError, UsageError
 from pipeline.types import Group
 from trainer import batch, losses
-from trainer.advantages import Advantages
+from trainer.backends import sharded, state
 from trainer.backends.hf import CausalModel
+from trainer.backends.optimizer import Optimizer
 from trainer.batch import Microbatch, Unit
 from trainer.credit import Penalties
 from trainer.objective import Objective, Told
+from trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
-STATE = "trainer.pt"
 PATIENCE = 3
 "minibatches in a row that may fail to be finite; the last of them ends the run"
 
@@ -33,30 +37,34 @@ PATIENCE = 3
 class TorchBackend:
     """See trainer.backends.base."""
 
-    def __init__(self, config: TrainConfig, tis: bool) -> None:
+    def __init__(self, config: TrainConfig, tis: bool, ranks: Ranks | None = None) -> None:
         torch.set_num_threads(config.torch_threads)
         torch.manual_seed(config.seed)
         self._config = config
+        self._ranks = ranks or Ranks()
         self._objective = Objective(config, tis)
-        self._device = _device(config.device)
-        self._model = CausalModel(config.hf_checkpoint, self._device)
+        self._device = device_of(config)
+        self._model = CausalModel(config.hf_checkpoint, self._device, self._ranks.world > 1)
         self._reference = self._frozen() if self._objective.needs_reference else None
-        self._optimizer = _adamw(self._model.module, config)
-        self._updates = 0
+        self._optimizer = Optimizer(self._model.module, config)
         self._bad = 0
 
     def train(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """See Backend. Means are 0 where no minibatch counted; lr is the first minibatch's, grad_norm their mean."""
-        config, lr, names = self._config, self._lr(), self._objective.figures
+        config, lr, names = self._config, self._optimizer.lr, self._objective.figures
         found = batch.units(groups)
         penalties = self._penalties(found)
-        credited = self._objective.credited(found, penalties)
-        minis = batch.minibatches(credited, config.global_batch_size, (config.seed, step))
-        packed = [self._packed(self._objective.weighted(mini)) for mini in minis]
-        olds = [[self._told(self._model, m) if len(packed) > 1 else None for m in micros] for micros in packed]
-        results = [self._minibatch(micros, old, step) for micros, old in zip(packed, olds, strict=True)]
-        done = [(micros, *result) for micros, result in zip(packed, results, strict=True) if result is not None]
-        tokens = max(1, sum(_count(micros) for micros, _, _ in done))
+        minis = [
+            self._objective.weighted(mini)
+            for mini in batch.minibatches(
+                self._objective.credited(found, penalties), config.global_batch_size, (config.seed, step)
+            )
+        ]
+        shares = [self._share(mini) for mini in minis]
+        olds = [[self._told(self._model, m) if len(minis) > 1 else None for m in micros] for micros in shares]
+        results = [self._minibatch(*parts, step) for parts in zip(minis, shares, olds, strict=True)]
+        done = [(_count(mini), *result) for mini, result in zip(minis, results, strict=True) if result is not None]
+        tokens = max(1, sum(count for count, _, _ in done))
         sums = sum((total for _, total, _ in done), torch.zeros(len(names))).tolist()
         return {f"train/{name}": value / tokens for name, value in zip(names, sums, strict=True)} | {
             "train/grad_norm": sum(norm for _, _, norm in done) / max(1, len(done)),
@@ -68,48 +76,48 @@ class TorchBackend:
         }
 
     def save_weights(self, folder: Path) -> None:
-        self._model.save(folder)
+        self._model.save(folder, self._ranks.lead)
 
     def save(self, folder: Path) -> None:
-        """Model, optimizer and random state: tensors and numbers, no code."""
-        cuda = torch.cuda.get_rng_state_all() if self._device.type == "cuda" else []
-        state = {
-            "model": self._model.module.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "updates": self._updates,
-            "rng": [torch.get_rng_state(), *cuda],
-        }
-        torch.save(state, folder / STATE)
+        """Model, optimizer and random state: tensors and numbers, no code. All ranks take part, the lead writes."""
+        facts = {"updates": self._optimizer.updates}
+        if self._ranks.lead:
+            return state.write(folder, self._state(), facts)
+        for _ in self._state():
+            pass
+        return None
 
     def load(self, folder: Path) -> None:
         """The optimizer's settings stay those of this configuration."""
-        path = folder / STATE
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        if not zipfile.is_zipfile(path):
-            raise WeightsError(f"{path}: missing or damaged")
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            self._model.module.load_state_dict(state["model"])
-            self._optimizer.load_state_dict(state["optimizer"])
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
-            raise WeightsError(f"{path}: not a training state of this model: {error}") from error
-        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
-            group.update(own)
-        self._updates = int(state["updates"])
-        cpu, *cuda = state["rng"]
-        torch.set_rng_state(cpu)
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state_all(cuda[: torch.cuda.device_count()])
+        saved = state.Saved(folder)
+        for name, tensor in sharded.named(self._model.module):
+            sharded.fill(tensor, saved.tensor(f"model.{name}", tensor))
+        self._optimizer.restore(saved)
+        torch.set_rng_state(saved.tensor("rng", torch.get_rng_state()))
 
     def close(self) -> None:
-        pass
+        self._ranks.part()
 
-    def _minibatch(self, micros: list[Microbatch], olds: list[Tensor | None], step: int) -> tuple[Tensor, float] | None:
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in sharded.named(self._model.module):
+            yield f"model.{name}", sharded.whole(tensor)
+        for name, tensor in self._optimizer.tensors():
+            yield name, sharded.whole(tensor)
+        yield "rng", torch.get_rng_state()
+
+    def _share(self, minibatch: Sequence[Unit]) -> list[Microbatch]:
+        """What this rank runs of it."""
+        found = batch.share(minibatch, self._config.max_tokens_per_gpu, self._ranks.rank, self._ranks.world)
+        return [micro.to(self._device) for micro in found]
+
+    def _minibatch(
+        self, mini: Sequence[Unit], micros: list[Microbatch], olds: list[Tensor | None], step: int
+    ) -> tuple[Tensor, float] | None:
         """One optimizer step. Returns sums of the figures and the gradient norm, None where they are not finite.
 
         With nothing to learn there is no backward pass: on gradients of 0 momentum and decay would move the weights.
         """
-        count, learn = _count(micros), self._objective.learns(micros)
+        count, learn = _count(mini), self._objective.learns(mini)
         if not learn:
             log.warning("step %d: no update: %s", step, "all advantages are 0" if count else "every token is masked")
         total = torch.zeros(len(self._objective.figures))
@@ -119,12 +127,13 @@ class TorchBackend:
                 if learn:
                     (figures[0] / count).backward()  # type: ignore[no-untyped-call]
                 total += figures.detach().cpu()
-        limit = self._config.clip_grad
-        norm = float(torch.nn.utils.clip_grad_norm_(self._model.module.parameters(), limit)) if learn else 0.0
+        total = self._ranks.total(total)
+        norm = self._optimizer.clip() if learn else 0.0
         finite = math.isfinite(norm) and bool(total.isfinite().all())
         if learn and finite:
-            self._update()
-        self._optimizer.zero_grad(set_to_none=True)
+            self._optimizer.update()
+            self._bad = 0
+        self._optimizer.forget()
         if finite:
             return total, norm
         self._complain(step, norm)
@@ -147,42 +156,31 @@ class TorchBackend:
         with torch.no_grad():
             return self._forward(model, micro)[0]
 
-    def _packed(self, units: Sequence[Unit]) -> list[Microbatch]:
-        return [m.to(self._device) for m in batch.microbatches(units, self._config.max_tokens_per_gpu)]
-
     def _penalties(self, units: Sequence[Unit]) -> Penalties | None:
-        """What drift from the reference costs of the reward, by trained token."""
+        """What drift from the reference costs of the reward, by trained token, of all ranks' shares."""
         if self._reference is None or self._config.kl_coef == 0:
             return None
-        costs: dict[tuple[int, int, int], Advantages] = {}
-        for micro in self._packed(units):
+        places = {(*u.id, n): row for u in units for n, row in enumerate(u.rows)}
+        ends = dict(zip(places, np.cumsum([len(row.targets) for row in places.values()]).tolist(), strict=True))
+        costs = torch.zeros(max(ends.values(), default=0), dtype=torch.float64)
+        for micro in self._share(units):
             own = self._config.use_rollout_logprobs
             before = micro.logprobs if own else self._told(self._model, micro)
-            drift = (before - self._told(self._reference, micro)).double().cpu()
-            parts = torch.split(drift * self._config.kl_coef, micro.lengths.tolist())
-            costs |= {id: part.numpy() for id, part in zip(micro.ids, parts, strict=True)}
-        return {u.id: np.concatenate([costs[*u.id, n] for n in range(len(u.rows))]) for u in units if u.rows}
+            drift = (before - self._told(self._reference, micro)).double().cpu() * self._config.kl_coef
+            for id, part in zip(micro.ids, torch.split(drift, micro.lengths.tolist()), strict=True):
+                costs[ends[id] - len(part) : ends[id]] = part
+        flat = np.split(self._ranks.total(costs).numpy(), np.cumsum([u.tokens for u in units])[:-1])
+        return {unit.id: part for unit, part in zip(units, flat, strict=True) if unit.rows}
 
     def _frozen(self) -> CausalModel:
         """The reference. UsageError where it is another kind of model."""
-        model = CausalModel(self._config.ref_load or self._config.hf_checkpoint, self._device)
+        folder = self._config.ref_load or self._config.hf_checkpoint
+        model = CausalModel(folder, self._device, self._ranks.world > 1)
         model.module.requires_grad_(False)
         words = [m.module.get_output_embeddings().weight.shape[0] for m in (self._model, model)]
         if words[0] != words[1]:
             raise UsageError(f"--ref-load {self._config.ref_load}: {words[1]} tokens, --hf-checkpoint has {words[0]}")
         return model
-
-    def _update(self) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._lr()
-        self._optimizer.step()
-        self._updates += 1
-        self._bad = 0
-
-    def _lr(self) -> float:
-        """Of the next update."""
-        warmup = self._config.lr_warmup_iters
-        return self._config.lr * (min(1.0, (self._updates + 1) / warmup) if warmup else 1.0)
 
     def _complain(self, step: int, norm: float) -> None:
         self._bad += 1
@@ -192,24 +190,16 @@ class TorchBackend:
         log.warning("%s: minibatch skipped, weights unchanged", problem)
 
 
-def _count(micros: Sequence[Microbatch]) -> int:
-    return sum(len(m.targets) for m in micros)
+def _count(minibatch: Sequence[Unit]) -> int:
+    return sum(unit.tokens for unit in minibatch)
 
 
-def _device(name: str) -> torch.device:
+def device_of(config: TrainConfig) -> torch.device:
+    """UsageError where there is none of that name."""
+    name = config.device
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {name}: {error}") from error
-
-
-def _adamw(module: Any, config: TrainConfig) -> torch.optim.AdamW:
-    """No decay on biases and norms, as in Megatron and transformers."""
-    groups = [
-        {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in module.parameters() if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+        raise UsageError(f"--device {config.device}: {error}") from error

@@ -1,0 +1,41 @@
+"""Started by torchrun: trains a few steps as one of several ranks; rank 0 leaves what there is to compare."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainer_groups import random_groups
+
+from pipeline.config import TrainConfig
+from trainer import backends
+
+
+def steps(backend: Any, out: Path, counts: list[int]) -> None:
+    """Trains on groups of so many prompts each, saves half-way and loads that again."""
+    out.mkdir()
+    lines = []
+    for step, count in enumerate(counts):
+        lines.append(backend.train(random_groups(count, 3, seed=step), step))
+        for kind in ("save", "save_weights"):
+            folder = out / f"{kind}-{step}"
+            folder.mkdir()
+            getattr(backend, kind)(folder)
+    backend.load(out / "save-0")
+    lines.append(backend.train(random_groups(counts[1], 3, seed=1), 1))
+    (out / "lines.json").write_text(json.dumps(lines))
+    backend.close()
+
+
+def main(rules: str, out: str, counts: str) -> None:
+    config = TrainConfig.model_validate({"device": "cpu", **json.loads(rules)})
+    if backends.rank():
+        backends.follow(config, True)
+    else:
+        steps(backends.build(config, True), Path(out), json.loads(counts))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,57 @@
+"""A backend over several ranks: rank 0 has each of them do what it does itself, in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgpack
+
+from pipeline.codec import decode, encode
+from pipeline.types import Group
+from trainer.backends.base import Backend
+from trainer.ranks import Ranks
+
+
+class Leader:
+    """See trainer.backends.base: what rank 0's loop is given in place of its own backend."""
+
+    def __init__(self, own: Backend, ranks: Ranks) -> None:
+        self.own = own
+        self.ranks = ranks
+
+    def train(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+        self.ranks.tell({"do": "train", "step": step}, msgpack.packb([encode(group) for group in groups]))
+        return self.own.train(groups, step)
+
+    def save_weights(self, folder: Path) -> None:
+        self._all("save_weights", folder, self.own.save_weights)
+
+    def save(self, folder: Path) -> None:
+        self._all("save", folder, self.own.save)
+
+    def load(self, folder: Path) -> None:
+        self._all("load", folder, self.own.load)
+
+    def close(self) -> None:
+        self.ranks.tell({"do": "close"})
+        self.own.close()
+
+    def _all(self, verb: str, folder: Path, own: Callable[[Path], None]) -> None:
+        self.ranks.tell({"do": verb, "folder": str(folder.resolve())})
+        own(folder)
+
+
+def follow(backend: Backend, ranks: Ranks) -> None:
+    """The life of another rank: to the end of rank 0's."""
+    for command, payload in ranks.commands():
+        verb = command["do"]
+        if verb == "close":
+            return backend.close()
+        if verb == "train":
+            backend.train([decode(m) for m in msgpack.unpackb(payload)], command["step"])
+        else:
+            {"save_weights": backend.save_weights, "save": backend.save, "load": backend.load}[verb](
+                Path(command["folder"])
+            )
+    return None
