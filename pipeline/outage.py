@@ -36,7 +36,7 @@ REFUSES = (
         "its maxmemory is reached: it goes on when the trainer has drained; give it more, or lower --queue-max-bytes",
     ),
     (("MISCONF",), "it cannot write to its disk: see its log, and make space there"),
-    (("READONLY", "read only replica"), "it is a replica now: point --redis-url at its master"),
+    (("READONLY", "read only replica", "UNBLOCKED"), "it is a replica now: point --redis-url at its master"),
     (("LOADING", "loading the dataset"), "it is reading its data from the disk"),
     (("MASTERDOWN",), "it is a replica without its master: point --redis-url at the master"),
     (("NOREPLICAS",), "it has fewer replicas than its min-replicas-to-write"),
@@ -80,6 +80,8 @@ class Seen:
     "refusal -> monotonic time when the log last told of it"
     since: float | None = None
     "when trouble began that the log told of and not of its end"
+    through: bool = False
+    "one of several verbs that waited has got through"
 
     def meet(self, info: bytes | str) -> None:
         text = info.decode() if isinstance(info, bytes) else info
@@ -105,7 +107,7 @@ class Seen:
         """A verb got through that trouble kept from it."""
         if self.since is not None:
             log.warning("Redis is back after %.1f s", time.monotonic() - self.since)
-            self.since = None
+        self.since, self.through = None, False
 
 
 class Outage:
@@ -132,7 +134,8 @@ class Outage:
             return
         self.seen.away -= 1
         self.seen.lost += time.monotonic() - self.entered
-        if kind is None and self.again and not self.seen.away:
+        self.seen.through |= kind is None and self.again
+        if self.seen.through and not self.seen.away:
             self.seen.well()
 
     def _meet(self, cause: Exception) -> None:

@@ -33,6 +33,13 @@ def test_a_server_that_would_delete_queued_groups_is_refused_with_the_command_th
         verify(client)
 
 
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru"])
+def test_a_refused_server_is_named_without_its_password(client: redis.Redis, policy: str) -> None:
+    client.config_set("maxmemory-policy", policy)
+    with pytest.raises(RedisUnusable, match=rf"--redis-url redis://me:\*\*\*@host:1/2: maxmemory-policy is {policy}"):
+        verify(client, "redis://me:secret@host:1/2")
+
+
 def test_a_server_without_a_log_is_warned_of(client: redis.Redis) -> None:
     client.config_set("appendonly", "no")
     (warning,) = verify(client)
@@ -64,6 +71,13 @@ def test_an_url_that_would_decode_groups_as_text_is_refused(make: Any) -> None:
     with pytest.raises(RedisUnusable, match="decode_responses"):
         make("redis://host/0?decode_responses=True", "test")
     make("redis://host/0?decode_responses=False", "test")
+
+
+@pytest.mark.parametrize("seconds", ["1", "0", "soon"])
+def test_an_url_whose_timeout_would_cut_pops_off_is_refused(seconds: str) -> None:
+    with pytest.raises(UsageError, match="socket_timeout must be"):
+        connect(f"redis://host/0?socket_timeout={seconds}", "test")
+    connect("redis://host/0?socket_timeout=2", "test")
 
 
 def test_an_url_that_is_none_names_the_flag() -> None:

@@ -305,7 +305,9 @@ def test_a_prompt_that_the_engine_refuses_is_dropped_once_under_its_reason(real:
     assert sound(real)
 
 
-def test_a_prompt_whose_engine_is_down_goes_round_without_a_strike_and_not_in_a_tight_loop(real: Rig) -> None:
+def test_a_prompt_whose_engine_is_down_goes_round_without_a_strike_and_not_in_a_tight_loop(
+    real: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     real.trainer()
     feed(real, 3)
     engine = Faulty(1, EngineDown("connection refused"))
@@ -315,6 +317,8 @@ def test_a_prompt_whose_engine_is_down_goes_round_without_a_strike_and_not_in_a_
             await until(lambda: done(real) == {0, 2})
             await asyncio.sleep(0.3)
             assert real.counter("recycled:engine_down") < 3
+            await until(lambda: real.counter("recycled:engine_down") > 1)
+            assert [r.getMessage()[:18] for r in caplog.records] == ["the engine is down"]
             engine.error = None
             await until(lambda: done(real) == {0, 1, 2})
 
