@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from link import COMMAND, REPLY
 from plan import Fault
 
+from pipeline.scripts import load
+
 if TYPE_CHECKING:
     from cast import Cast
 
@@ -121,10 +123,21 @@ ORDERS: dict[str, Order] = {
     "reset": lambda cast, fault, name: cast.links[name].reset(),
     "half closed by Redis": lambda cast, fault, name: cast.links[name].half_close(REPLY),
     "half closed by the process": lambda cast, fault, name: cast.links[name].half_close(COMMAND),
-    "cut in a command": lambda cast, fault, name: cast.links[name].cut(COMMAND, fault.share),
-    "cut in a reply": lambda cast, fault, name: cast.links[name].cut(REPLY, fault.share),
-    "loses a reply": lambda cast, fault, name: cast.links[name].cut(REPLY, 0.0),
 }
+VERBS = {
+    "trainer": {"take": "LPOP", **{verb: load(verb).sha for verb in ("check", "publish", "commit")}},
+    "generator": {"push": "RPUSH", **{verb: load(verb).sha for verb in ("lease", "heartbeat")}},
+    "feeder": {"feed": load("feed").sha},
+}
+"What a verb's command can be told by."
+
+
+def cut(way: str, part: str, word: str, whole: bool = False) -> Act:
+    def act(cast: Cast, fault: Fault) -> None:
+        cast.links[who(part, fault)].cut(way, 0.0 if whole else fault.share, word.encode())
+
+    return act
+
 
 DEATHS: dict[str, Act] = {
     **{f"{part} killed": killed(part) for part in PARTS},
@@ -142,13 +155,23 @@ REDIS: dict[str, Act] = {
     "Redis's disk full": lambda cast, fault: cast.fill_disk(fault.lasts, int(3000 * fault.share)),
 }
 LINKS: dict[str, Act] = {f"link of {p} {word}": linked(order, p) for word, order in ORDERS.items() for p in PARTS}
-KINDS = {**DEATHS, **REDIS, **LINKS}
+CUTS: dict[str, Act] = {
+    f"link of {part} {what} {verb}": cut(way, part, word, whole)
+    for part, verbs in VERBS.items()
+    for verb, word in verbs.items()
+    for what, way, whole in (
+        ("cut in the command", COMMAND, False),
+        ("cut in the reply to", REPLY, False),
+        ("loses the reply to", REPLY, True),
+    )
+}
+KINDS = {**DEATHS, **REDIS, **LINKS, **CUTS}
 
 
 def ready(cast: Cast, fault: Fault) -> bool:
     """Whether the victim is not in trouble already."""
     words = fault.kind.split()
-    if fault.kind in LINKS:
+    if words[0] == "link":
         name = who(words[2], fault)
         return f"link of {name}" not in cast.troubles.busy and not cast.links[name].ordered
     return ("redis" if fault.kind in REDIS else who(words[0].removesuffix("'s"), fault)) not in cast.troubles.busy

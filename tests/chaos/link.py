@@ -25,6 +25,8 @@ class Pair:
     client: socket.socket
     server: socket.socket
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    doomed: float | None = None
+    "share of the next reply that comes through before it is cut"
 
     def reset(self) -> None:
         """RST to both ends; what is on its way is lost."""
@@ -58,17 +60,17 @@ class Link:
         self._open = asyncio.Event()
         self._open.set()
         self._lag = 0.0
-        self._order: tuple[str, float] | None = None
+        self._order: tuple[str, float, bytes] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
         self._thread.start()
 
     # -- orders
 
-    def cut(self, way: str, share: float) -> None:
-        """Of the next bytes on their `way` (COMMAND or REPLY) this share arrives, then both ends are reset. A REPLY
-        with the share 0: the command is done, and its sender never hears of it."""
-        self._order = (way, share)
+    def cut(self, way: str, share: float, word: bytes = b"") -> None:
+        """Of the next command that holds `word`, or of the reply to it, this share arrives, then both ends are reset. A
+        REPLY with the share 0: the command is done, and its sender never hears of it."""
+        self._order = (way, share, word)
 
     @property
     def ordered(self) -> bool:
@@ -163,8 +165,8 @@ class Link:
                 await self._open.wait()
                 if self._lag:
                     await asyncio.sleep(self._lag)
-                if self._order and self._order[0] == way:
-                    share, self._order = self._order[1], None
+                share = self._share(pair, way, data)
+                if share is not None:
                     await self._loop.sock_sendall(sink, data[: int(share * len(data))])
                     self._drop(pair)
                     return
@@ -176,6 +178,17 @@ class Link:
             return
         if all(task.done() or task is asyncio.current_task() for task in pair.tasks):
             self._drop(pair)
+
+    def _share(self, pair: Pair, way: str, data: bytes) -> float | None:
+        """How much of it may pass where it is to be cut."""
+        if way == REPLY:
+            return pair.doomed
+        if self._order and self._order[2] in data:
+            (way, share, _), self._order = self._order, None
+            if way == COMMAND:
+                return share
+            pair.doomed = share
+        return None
 
     def _drop(self, pair: Pair) -> None:
         self._pairs.discard(pair)

@@ -13,7 +13,7 @@ import pytest
 import troupe
 from cast import Cast
 from episode import Record, play
-from faults import DEATHS, LINKS, REDIS
+from faults import CUTS, DEATHS, LINKS, REDIS
 from plan import Fault, Setting, each
 from report import text
 from troupe import WITNESSED, Troupe
@@ -53,7 +53,7 @@ def test_any_process_may_be_killed_at_any_moment(dice: random.Random, tmp_path: 
 
 
 def test_any_connection_may_be_cut_anywhere(dice: random.Random, tmp_path: Path) -> None:
-    staged(tmp_path, each(dice, list(LINKS), 0.6, 2.0))
+    staged(tmp_path, each(dice, [*LINKS, *CUTS], 0.5, 2.0))
 
 
 def test_a_run_heals_what_is_killed(dice: random.Random, tmp_path: Path) -> None:
