@@ -6,7 +6,6 @@ the data; produces a `Batch` whose every group is fresh enough at the moment it 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -122,16 +121,17 @@ class Drain:
         messages, alarm = self.broker.take(need)
         if alarm is not None:
             raise_alarm(alarm)
-        spoiled = 0
+        spoiled, odd = 0, []
         for message in messages:
             try:
                 group = decode(message)
             except MessageError as error:
                 spoiled += 1
                 log.error("a message would not decode and is in quarantine: %s", error)
-                self.broker.quarantine(message, str(error), hashlib.sha256(message).hexdigest())
+                self.broker.quarantine(message, str(error))
                 continue
-            self._size(group)
+            if len(group.samples) != self.rules.n_samples or any(not s.sequences for s in group.samples):
+                odd.append(group)
             if self.broker.hold(group.prompt):
                 self.hand[group.prompt.id] = group
             else:
@@ -139,12 +139,16 @@ class Drain:
         if spoiled:
             self.counts["quarantined"] += spoiled
             self._check("quarantined", "strike")
+        if odd:
+            self._check()
+            self._refuse([group for group in odd if self.hand.get(group.prompt.id) is group])
         if messages:
             self.heard = self.broker.clock()
         return bool(messages)
 
-    def _size(self, group: Group) -> None:
-        if len(group.samples) != self.rules.n_samples or any(not s.sequences for s in group.samples):
+    def _refuse(self, odd: Sequence[Group]) -> None:
+        """Groups of a wrong shape that a worker of this run has pushed; those that nobody leased are let go."""
+        for group in odd:
             raise GroupError(
                 f"prompt {group.prompt.id}: worker {group.worker} pushed {len(group.samples)} samples where "
                 f"--n-samples-per-prompt is {self.rules.n_samples}, or one without a sequence"
@@ -197,7 +201,7 @@ def raise_alarm(alarm: bytes) -> None:
     try:
         told = json.loads(alarm)
         kind = told["kind"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise WorkerFailed(f"an alarm that nobody understands: {alarm[:500]!r}") from None
     if kind == "stop":
         raise Stopped(str(told.get("what", "asked to stop")))

@@ -10,7 +10,6 @@ verb is sent again; what a lost reply may have left behind is found by `check`.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from pipeline.connect import connect
 from pipeline.errors import UsageError
 from pipeline.keys import Keys
 from pipeline.outage import Outage, Seen, passing
-from pipeline.replies import Standing, policy_of
+from pipeline.replies import Standing, map_of, policy_of
 from pipeline.scripts import Arg, load
 from pipeline.types import Policy
 
@@ -165,7 +164,7 @@ class Broker:
 
     def worker_versions(self) -> set[int]:
         """Weight versions that workers have loaded or are loading."""
-        told = [json.loads(info) for info in self.patiently(lambda: self.client.hvals(self.keys["workers:info"]))]
+        told = [map_of(info) for info in self.patiently(lambda: self.client.hvals(self.keys["workers:info"]))]
         found = (info.get(key) for info in told for key in ("version", "loading"))
         return {version for version in found if isinstance(version, int)}
 

@@ -32,7 +32,7 @@ from pipeline.message import (
     read_shape,
     read_status,
 )
-from pipeline.plain import MAX_ITEMS, array, below, each, integer, kind, text
+from pipeline.plain import MAX_ITEMS, MAX_TOTAL, array, below, each, integer, kind, text
 from pipeline.types import ABORTED, Group, Prompt, Sample, Sequence
 
 SCHEMA = 1
@@ -103,6 +103,8 @@ def _packb(message: dict[str, Any]) -> bytes:
         log.warning("prompt %s: a text in its group is no Unicode (a lone surrogate) and goes as bytes", message["id"])
         data = msgpack.packb(_odd_text_as_bytes(message))
     check_size(data)
+    if len(data) - sum(column["data"].nbytes for name, column in message.items() if name in COLUMNS) > MAX_TOTAL:
+        _unpackb(data)  # who reads it counts its entries, each of which takes a byte
     return data
 
 
@@ -137,8 +139,17 @@ def decode(data: bytes) -> Group:
 def _unpackb(data: bytes) -> dict[str, Any]:
     check_size(data)
     most = min(len(data), MAX_ITEMS)  # a header may announce 4 billion entries, for which room is made at once
+    count = _counter()
     try:
-        message = msgpack.unpackb(data, max_array_len=most, max_map_len=most, max_ext_len=0, ext_hook=_no_extension)
+        message = msgpack.unpackb(
+            data,
+            max_array_len=most,
+            max_map_len=most,
+            max_ext_len=0,
+            ext_hook=_no_extension,
+            list_hook=count,
+            object_hook=count,
+        )
     except ValueError as error:  # all of msgpack's own errors, and those about Unicode, are of this kind
         raise MessageError("message", f"not msgpack: {str(error) or type(error).__name__}") from None
     if type(message) is not dict:
@@ -147,6 +158,20 @@ def _unpackb(data: bytes) -> dict[str, Any]:
     if type(schema) is not int or schema != SCHEMA:
         raise MessageError("schema", f"version {schema!r:.40}; this program reads version {SCHEMA}")
     return message
+
+
+def _counter() -> Callable[[Any], Any]:
+    """A hook that lets lists and maps through until there are too many of them, or in them."""
+    left = MAX_TOTAL
+
+    def count(items: Any) -> Any:
+        nonlocal left
+        left -= 1 + len(items)
+        if left < 0:
+            raise ValueError(f"more than {MAX_TOTAL} entries")
+        return items
+
+    return count
 
 
 def _no_extension(code: int, data: bytes) -> Never:

@@ -97,7 +97,7 @@ def _record(text: str) -> Any:
     """A prompt's record decoded; as it is where it is no JSON."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -11,7 +11,7 @@ from pipeline.connect import BLOCK
 from pipeline.errors import MillpondError
 from pipeline.fence import Fence, Older
 from pipeline.outage import passing
-from pipeline.replies import Checked, Standing, fields_of
+from pipeline.replies import Checked, Standing, fields_of, quarantined
 from pipeline.scripts import Arg, load
 from pipeline.types import Policy, Prompt
 
@@ -85,10 +85,9 @@ class TrainerBroker(Fence):
         self.patiently(lambda: self.fenced("recycle", reason, fault, *flat))
         self.ledger.release(p.id for p in prompts)
 
-    def quarantine(self, message: bytes, problem: str, digest: str) -> None:
+    def quarantine(self, message: bytes, problem: str) -> None:
         """A message that would not decode; its prompt is found by the next check."""
-        entry: list[Arg] = ["head", message[:4096], "length", len(message), "sha256", digest, "problem", problem[:500]]
-        self.patiently(lambda: self.script("quarantine", *entry))
+        self.patiently(lambda: self.script("quarantine", *quarantined(message, problem)))
 
     # -- weights and checkpoints
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from pipeline.broker import Broker
+from pipeline.errors import MessageError
 from pipeline.fence import HEARTBEAT_LIMIT_MS
 from pipeline.keys import GROUP
 from pipeline.outage import passing
 from pipeline.overview import Caps, Failure, Overview, Prompts, Queues, Trainer, Worker
-from pipeline.replies import policy_of
+from pipeline.replies import map_of, policy_of
 from pipeline.show import text
 
 
@@ -21,11 +21,10 @@ def look(broker: Broker, save_interval: int | None = None) -> Overview:
     """`save_interval`: where the caller knows it; what the trainer wrote into `state` goes before it."""
     raw = broker.patiently(lambda: _ask(broker))
     now = raw["time"][0] + raw["time"][1] / 1e6
-    state, config = _texts(raw["state"]), _json(raw["config"])
+    state, config = _texts(raw["state"]), map_of(raw["config"])
     pushed = _number(state.get("pushed")) or 0
     queues = _queues(raw, pushed)
     policy = policy_of(raw["weights"])
-    total = state.get("feed_total", "")
     return Overview(
         status=state.get("status", "no trainer yet"),
         why=state.get("why", ""),
@@ -39,14 +38,16 @@ def look(broker: Broker, save_interval: int | None = None) -> Overview:
         pushed=pushed,
         pushed_age=_age(state.get("pushed_at"), now),
         queues=queues,
-        caps=_caps(queues, config, sum(map(int, raw["spare"])), state.get("save_interval", save_interval)),
+        caps=_caps(
+            queues, config, sum(_number(n) or 0 for n in raw["spare"]), state.get("save_interval", save_interval)
+        ),
         policy=policy,
         policy_age=_age(state.get("published_at"), now) if policy else None,
         trainer=_trainer(state, now),
         workers=_workers(raw, now),
         prompts=Prompts(
-            int(raw["feed"] or 0),
-            int(total) if total else None,
+            _number(raw["feed"]) or 0,
+            _number(state.get("feed_total")),
             raw["committed"],
             raw["dropped"],
             raw["dead"],
@@ -98,6 +99,8 @@ def _counted(broker: Broker) -> dict[str, Any]:
     for name, reply in replies.items():
         if isinstance(reply, ResponseError) and name in ("fresh leased", "retry leased"):
             replies[name] = {"pending": 0, "consumers": []}  # no consumer group yet
+        elif isinstance(reply, ResponseError):
+            raise MessageError(f"what Redis holds as {name}", str(reply))
         elif isinstance(reply, Exception):
             raise reply
     return replies
@@ -139,7 +142,7 @@ def _trainer(state: Mapping[str, str], now: float) -> Trainer:
     age = _age(state.get("trainer_seen"), now)
     return Trainer(
         name=state.get("trainer", ""),
-        epoch=int(state.get("epoch", 0)),
+        epoch=_number(state.get("epoch")) or 0,
         seen=age,
         alive=age is not None and age * 1000 < HEARTBEAT_LIMIT_MS,
         doing=state.get("doing", ""),
@@ -158,7 +161,7 @@ def _workers(raw: Mapping[str, Any], now: float) -> list[Worker]:
             now - score / 1000,
             now - score / 1000 < HEARTBEAT_LIMIT_MS / 1000,
             leased.get(name, 0),
-            _json(raw["workers:info"].get(name)),
+            map_of(raw["workers:info"].get(name)),
         )
         for name, score in raw["workers"]
     ]
@@ -170,7 +173,7 @@ def _reasons(counters: Mapping[bytes, bytes]) -> dict[str, dict[str, int]]:
     for name, count in counters.items():
         kind, colon, reason = text(name).partition(":")
         if colon:
-            result.setdefault(kind, {})[reason] = int(count)
+            result.setdefault(kind, {})[reason] = _number(count) or 0
     return result
 
 
@@ -184,7 +187,7 @@ def _feeder(broker: Broker) -> bool | None:
 
 
 def _alarm(raw: bytes | None) -> str:
-    told = _json(raw)
+    told = map_of(raw)
     return f"worker {told.get('worker')}: {told.get('what')}" if "what" in told else text(raw or b"")[:200]
 
 
@@ -212,12 +215,3 @@ def _number(value: str | bytes | None) -> int | None:
 
 def _texts(raw: Mapping[bytes, bytes]) -> dict[str, str]:
     return {text(key): text(value) for key, value in raw.items()}
-
-
-def _json(raw: bytes | None) -> dict[str, Any]:
-    """A JSON object; nothing where it is missing or something else."""
-    try:
-        value = json.loads(raw or b"{}")
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

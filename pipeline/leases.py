@@ -15,13 +15,15 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from pipeline.config import Agreed
 from pipeline.connect import connect_async
+from pipeline.errors import MessageError
 from pipeline.keys import GROUP, Keys
 from pipeline.outage import Outage, Seen, passing
-from pipeline.replies import Lease, Leased, Pulse, flat_fields, lease_of, policy_of, pulse_of, version_of
+from pipeline.replies import Lease, Leased, Pulse, lease_of, pairs, policy_of, pulse_of, quarantined, version_of
 from pipeline.scripts import Arg, load
 from pipeline.types import Policy
 
@@ -116,7 +118,10 @@ class WorkerBroker:
     async def agreed(self) -> Agreed | None:
         """What all workers agree on; None before a trainer has written it."""
         text: Any = await self.patiently(lambda: self.client.get(self.keys["config"]))
-        return Agreed.model_validate_json(text) if text else None
+        try:
+            return Agreed.model_validate_json(text) if text else None
+        except ValidationError as error:
+            raise MessageError("config", f"the key holds no settings of a run: {error}") from None
 
     async def policy(self) -> Policy | None:
         raw: Any = await self.patiently(lambda: self.client.hgetall(self.keys["weights"]))
@@ -142,8 +147,21 @@ class WorkerBroker:
                 log.warning("Redis has lost a prompt stream or its consumer group: this worker makes it anew")
                 self.suspect = True
             return Leased([], None, 0, why)
-        leases = [lease_of(stream.decode(), entry, flat_fields(flat)) for stream, entry, flat in r[3]]
-        return Leased(leases, version_of(r[1]), int(r[2]), "")
+        leases = [await self._read(stream.decode(), entry, pairs(flat)) for stream, entry, flat in r[3]]
+        return Leased([lease for lease in leases if lease], version_of(r[1]), int(r[2]), "")
+
+    async def _read(self, stream: str, entry: bytes, raw: dict[bytes, bytes]) -> Lease | None:
+        """A lease; what else somebody has put into a stream is taken out of it and told of."""
+        try:
+            return lease_of(stream, entry, raw)
+        except MessageError as error:
+            log.error("%s; it is taken out, and in quarantine", error)
+            told = quarantined(repr(raw).encode(), str(error))
+        key = self.keys["prompts" if stream == "fresh" else "prompts:retry"]
+        await self.patiently(lambda: self.script("quarantine", *told))
+        await self.patiently(lambda: self.client.xack(key, GROUP, entry))
+        await self.patiently(lambda: self.client.xdel(key, entry))
+        return None
 
     async def mine(self) -> list[Lease]:
         """All that Redis says this worker holds."""
@@ -161,9 +179,9 @@ class WorkerBroker:
                 continue
             entries = next(iter(reply.values()))[0] if isinstance(reply, dict) and reply else reply and reply[0][1]
             for entry, fields in entries or []:
-                if fields:
-                    found.append(lease_of(stream, entry, {k.decode(): v.decode() for k, v in fields.items()}))
-                else:
+                if fields and (lease := await self._read(stream, entry, fields)):
+                    found.append(lease)
+                elif not fields:
                     await self.client.xack(key, GROUP, entry)
         return found
 

@@ -17,6 +17,8 @@ from pipeline.errors import MessageError
 
 MAX_ITEMS, MAX_DEPTH = 65536, 32
 "entries in one list or map; levels of nesting in metadata"
+MAX_TOTAL = 1 << 20
+"lists, maps and their entries in one message: each takes a byte there, and up to 80 when it is read"
 
 MAX_INT = 2**63 - 1
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from pipeline.errors import MessageError
 from pipeline.scripts import Arg
 from pipeline.types import Policy, Prompt
 
@@ -99,9 +102,12 @@ def policy_of(raw: dict[bytes, bytes]) -> Policy | None:
     """The `weights` hash as a record; None where nothing was published."""
     if not raw:
         return None
-    f = {k.decode(): v.decode() for k, v in raw.items()}
-    lineage = tuple((int(a), int(b)) for a, b in (x.split(":") for x in f["lineage"].split()))
-    return Policy(int(f["version"]), f["path"], f["format"], f["digest"], int(f["step"]), float(f["time"]), lineage)
+    try:
+        f = {k.decode(): v.decode() for k, v in raw.items()}
+        lineage = tuple((int(a), int(b)) for a, b in (x.split(":") for x in f["lineage"].split()))
+        return Policy(int(f["version"]), f["path"], f["format"], f["digest"], int(f["step"]), float(f["time"]), lineage)
+    except (KeyError, ValueError) as error:
+        raise MessageError("weights", f"the key holds no publication ({type(error).__name__}: {error})") from None
 
 
 def fields_of(policy: Policy) -> list[Arg]:
@@ -118,6 +124,21 @@ def fields_of(policy: Policy) -> list[Arg]:
         ("restored_from", restored),
     )
     return [x for pair in values for x in pair]
+
+
+def map_of(raw: bytes | str | None) -> dict[str, Any]:
+    """A JSON object; empty where it is missing or something else."""
+    try:
+        value = json.loads(raw or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def quarantined(message: bytes, problem: str) -> list[Arg]:
+    """An entry of `quarantine`, flat."""
+    digest = hashlib.sha256(message).hexdigest()
+    return ["head", message[:4096], "length", len(message), "sha256", digest, "problem", problem[:500]]
 
 
 @dataclass(frozen=True)
@@ -157,12 +178,24 @@ class Pulse:
     version: int | None
 
 
-def flat_fields(flat: Sequence[bytes]) -> dict[str, str]:
-    return {flat[i].decode(): flat[i + 1].decode() for i in range(0, len(flat), 2)}
+def pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
-def lease_of(stream: str, entry: bytes, fields: dict[str, str]) -> Lease:
+def lease_of(stream: str, entry: bytes, raw: Mapping[bytes, bytes]) -> Lease:
+    """MessageError where the entry is no prompt."""
+    try:
+        return _lease(stream, entry, {k.decode(): v.decode() for k, v in raw.items()})
+    except (KeyError, ValueError) as error:
+        raise MessageError(
+            "prompts", f"entry {entry.decode()} is no prompt ({type(error).__name__}: {error})"
+        ) from None
+
+
+def _lease(stream: str, entry: bytes, fields: dict[str, str]) -> Lease:
     prompt = Prompt(int(fields["id"]), int(fields["attempt"]), int(fields["strikes"]), fields["prompt"])
+    if min(prompt.id, prompt.attempt, prompt.strikes) < 0 or prompt.id >= 1 << 32:
+        raise ValueError("a number that it cannot have")
     return Lease(prompt, stream, entry.decode(), "alone" in fields)
 
 

@@ -23,6 +23,7 @@ HELPERS = (
     "pending",
     "room",
     "fields",
+    "proper",
     "settle",
     "owned",
     "opened",

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.errors import MessageError
+
 Tokens = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 Mask = NDArray[np.uint8]
@@ -40,9 +42,16 @@ class Prompt:
 
     @cached_property
     def fields(self) -> dict[str, Any]:
-        """The record decoded: `prompt` (text or chat messages), `label`, `metadata`."""
-        value: dict[str, Any] = json.loads(self.record)
-        return value
+        """The record decoded: `prompt` (text or chat messages), `label`, `metadata`. MessageError where it is none."""
+        try:
+            value = json.loads(self.record)
+        except (ValueError, RecursionError) as error:
+            raise MessageError("record", f"no JSON: {error}") from None
+        if not isinstance(value, dict) or not isinstance(value.get("metadata", {}), dict):
+            raise MessageError("record", "no map of prompt, label and metadata")
+        if not isinstance(value.get("prompt"), str | list):
+            raise MessageError("record.prompt", "neither text nor messages")
+        return {"label": None, "metadata": {}, **value}
 
 
 @dataclass(frozen=True)

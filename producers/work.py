@@ -84,6 +84,9 @@ class Worker:
         except RequestRefused as error:
             log.warning("prompt %d is dropped: %s", lease.prompt.id, error)
             await self.broker.drop(lease, "refused")
+        except MessageError as error:
+            log.error("prompt %d is dead-lettered: %s", lease.prompt.id, error)
+            await self.broker.hand_back([lease], "bad_record", "bury")
         except EngineDown as error:
             self._tell(error)
             self.down, self.trouble = time.monotonic() + DOWN, str(error)[:500]

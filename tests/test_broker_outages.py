@@ -204,7 +204,7 @@ WORKS_WHEN_FULL: dict[str, Callable[[Busy], Any]] = {
     "renew": lambda b: not b.trainer.renew(status="draining"),
     "configure": lambda b: not b.trainer.configure(agreed().model_dump_json()),
     "takeover and restore": lambda b: replaced(b) == 0,
-    "quarantine": lambda b: not b.trainer.quarantine(b"x", "bad", "d"),
+    "quarantine": lambda b: not b.trainer.quarantine(b"x", "bad"),
     "heartbeat": lambda b: b.rig.do(b.worker.heartbeat({}, 1)).known,
     "hand back": lambda b: b.rig.do(b.worker.hand_back(b.leases, "shutdown")) == 3,
     "bury": lambda b: b.rig.do(b.worker.hand_back(b.leases, "too_large", "bury")) == 3,

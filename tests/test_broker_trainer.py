@@ -115,7 +115,7 @@ def test_a_quarantined_message_is_found_by_the_next_check(run: Rig) -> None:
     run.feeder(1)
     run.queued(run.worker(), 1)
     (raw,), _ = trainer.take(1)
-    trainer.quarantine(raw * 1000, "version: unknown", "ab" * 32)
+    trainer.quarantine(raw * 1000, "version: unknown")
     assert trainer.check("quarantined", "strike").lost == [0]
     assert [(e["id"], e["strikes"]) for e in run.entries()] == [("0", "1")]
     (entry,) = run.entries("quarantine")

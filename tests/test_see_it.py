@@ -133,7 +133,7 @@ def filled(url: str, run: str) -> TrainerBroker:
     assert trainer.commit(prompts[:1]) == []
     delete_entry(trainer, 39)
     trainer.fenced("missing", 39)
-    trainer.quarantine(b"\xff\x00broken", "schema: unknown", "ab" * 32)
+    trainer.quarantine(b"\xff\x00broken", "schema: unknown")
     as_worker(url, run, "w1", lambda worker: worker.fail("Traceback:\n  boom \x1b[2J", "ZeroDivisionError"))
     return trainer
 

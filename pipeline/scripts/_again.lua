@@ -1,6 +1,10 @@
 -- One more round for a prompt, or its end. fault: 'none', 'strike' (its own fault), 'bury' (at once) or 'drop'.
 -- Frees before it is called, so it works at maxmemory. Answers true when the prompt waits again.
 local function again(p, reason, fault, limit)
+  if not (proper(p.id) and tonumber(p.attempt) and tonumber(p.strikes) and p.prompt) then
+    redis.call('HINCRBY', counters, 'refused:alien', 1) -- no prompt of this run: somebody else's entry
+    return false
+  end
   if done(p.id) then
     redis.call('HINCRBY', counters, 'refused:double', 1)
     return false

@@ -47,9 +47,9 @@ end
 
 for _, stream in ipairs({prompts, prompts_retry}) do
   for _, entry in ipairs(redis.call('XRANGE', stream, '-', '+')) do
-    local id = fields(entry).id
-    cursor = math.max(cursor, id + 1)
-    if held[id] or done(id) then settle(stream, entry[1]) end
+    local id = proper(fields(entry).id) -- nil: somebody else's, for the worker that leases it
+    cursor = math.max(cursor, (id or -1) + 1)
+    if id and (held[id] or done(id)) then settle(stream, entry[1]) end
   end
 end
 for _, id in ipairs(redis.call('SMEMBERS', refeed)) do

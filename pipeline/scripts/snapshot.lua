@@ -4,7 +4,7 @@
 -- {feed, committed, dropped, dead, stream ids, open ids, {unsettled id, push number, ...}, refeed ids, popped, list length, pending}.
 local waiting = {}
 for _, stream in ipairs({prompts, prompts_retry}) do
-  for _, entry in ipairs(redis.call('XRANGE', stream, '-', '+')) do waiting[#waiting + 1] = fields(entry).id end
+  for _, entry in ipairs(redis.call('XRANGE', stream, '-', '+')) do waiting[#waiting + 1] = proper(fields(entry).id) end
 end
 return {redis.call('GET', feed) or '0', redis.call('GET', done_committed) or '', redis.call('GET', done_dropped) or '',
   redis.call('GET', done_dead) or '', waiting, redis.call('HKEYS', open), redis.call('ZRANGE', unsettled, 0, -1, 'WITHSCORES'),

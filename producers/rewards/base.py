@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import numbers
 import reprlib
@@ -61,7 +60,7 @@ class Scorer(Protocol):
 
 
 def reward_input(prompt: Prompt, sample: Sample) -> RewardInput:
-    record = json.loads(prompt.record)
+    record = prompt.fields
     return RewardInput(
         record["prompt"], record["label"], record["metadata"], sample.text, sample.status, sample.index, prompt.id
     )
