@@ -26,7 +26,6 @@ import redis
 from processes import PATIENT
 
 from pipeline.cli import main
-from pipeline.config import TrainConfig
 from pipeline.keys import Keys
 from pipeline.types import Group
 from trainer import backends
@@ -143,10 +142,7 @@ def live(args: list[str], at: int, where: str, number: int, labels: str) -> int:
         while not waits(client, keys, size) and time.monotonic() < end:
             time.sleep(0.001)
 
-    def build(config: TrainConfig, tis: bool) -> Recorder:
-        return Recorder()
-
-    backends.BUILDERS["echo"] = build
+    backends.BUILDERS["echo"] = lambda config, tis: (Recorder(), None)
     points = Points(at, where, number, ready)
     sys.setprofile(points)
     try:
