@@ -6,13 +6,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pipeline.sections import PositiveFloat, Section, option
+from pipeline.sections import Fraction, Positive, PositiveFloat, Section, option
 
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 "Estimators that are nothing without the batch's mean and deviation."
 
 Rule = tuple[bool, str, tuple[str, ...]]
 "where it holds, why, and the options that do nothing there"
+
+
+class Optimizing(Section):
+    """Optimizer"""
+
+    lr: PositiveFloat = option(1e-6, "learning rate")
+    lr_warmup_iters: int = option(0, "optimizer steps of linear warm-up", ge=0)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = option("constant", "how it falls after the warm-up")
+    lr_decay_iters: Positive | None = option(None, "optimizer steps until it has fallen (default: --num-rollout)")
+    min_lr: float = option(0.0, "what it falls to", ge=0)
+    weight_decay: float = option(0.0, "AdamW weight decay", ge=0)
+    adam_beta1: Fraction = option(0.9, "AdamW beta 1")
+    adam_beta2: Fraction = option(0.95, "AdamW beta 2")
+    adam_eps: PositiveFloat = option(1e-8, "AdamW epsilon")
+    clip_grad: PositiveFloat = option(1.0, "gradient norm limit")
 
 
 class Algorithm(Section):
@@ -70,6 +85,17 @@ def idle(config: Algorithm, tis: bool) -> list[Rule]:
         ),
         (config.advantage_estimator == "cispo", "CISPO's loss has no second clip", ("eps_clip_c",)),
     ]
+
+
+def idle_decay(config: Optimizing) -> Rule:
+    return config.lr_decay_style == "constant", "the learning rate is constant", ("lr_decay_iters", "min_lr")
+
+
+def refused_decay(config: Optimizing, num_rollout: int | None) -> Iterator[str]:
+    if config.lr_decay_style != "constant" and config.lr_decay_iters is None and num_rollout is None:
+        yield f"--lr-decay-style {config.lr_decay_style} needs an end: give --lr-decay-iters, or --num-rollout"
+    if config.min_lr > config.lr:
+        yield f"--min-lr {config.min_lr} is above --lr {config.lr}"
 
 
 def refused(config: Algorithm) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import SecretStr
 
-from pipeline.algorithms import Algorithm
+from pipeline.algorithms import Algorithm, Optimizing
 from pipeline.sections import Data, Fraction, JsonMap, Positive, PositiveFloat, Rewards, Section, option
 from pipeline.urls import EngineUrl, EngineUrls, RedisUrl
 
@@ -96,7 +96,7 @@ class Engines(Section):
     echo_abort_rate: float = option(0.0, "echo: share of samples that abort", ge=0, le=1)
 
 
-class Training(Section):
+class Training(Optimizing, Algorithm):
     """Training"""
 
     num_rollout: Positive | None = option(None, "training steps; the smaller of steps and epochs ends the run")
@@ -104,16 +104,6 @@ class Training(Section):
     max_tokens_per_gpu: Positive = option(16384, "tokens in a forward pass, padding included")
     train_backend: Literal["torch", "echo"] = option("torch", "torch, or echo: trains nothing, for tests")
     echo_train_seconds: float = option(0.0, "echo: seconds a training step takes", ge=0)
-    lr: PositiveFloat = option(1e-6, "learning rate")
-    lr_warmup_iters: int = option(0, "optimizer steps of linear warm-up", ge=0)
-    lr_decay_style: Literal["constant", "linear", "cosine"] = option("constant", "how it falls after the warm-up")
-    lr_decay_iters: Positive | None = option(None, "optimizer steps until it has fallen (default: --num-rollout)")
-    min_lr: float = option(0.0, "what it falls to", ge=0)
-    weight_decay: float = option(0.0, "AdamW weight decay", ge=0)
-    adam_beta1: Fraction = option(0.9, "AdamW beta 1")
-    adam_beta2: Fraction = option(0.95, "AdamW beta 2")
-    adam_eps: PositiveFloat = option(1e-8, "AdamW epsilon")
-    clip_grad: PositiveFloat = option(1.0, "gradient norm limit")
     seed: int = option(1234, "seed of the trainer", ge=0)
     save_interval: int = option(20, "steps between checkpoints; 0: none, groups are committed when published", ge=0)
     save_keep: Positive = option(2, "checkpoints kept")
@@ -166,7 +156,7 @@ class GenerateConfig(Connection, Engines, Rewards):
     """Generates and scores answers. Needs the Redis, the run's name and an engine; the rest comes with the run."""
 
 
-class TrainConfig(Connection, Rollout, Async, Rewards, Training, Algorithm, Refused, Takeover):
+class TrainConfig(Connection, Rollout, Async, Rewards, Training, Refused, Takeover):
     """Trains on finished groups and publishes the weights. Writes down what all workers must agree on."""
 
     hf_checkpoint: Path | None = option(None, "model and tokenizer folder in the Hugging Face layout")
@@ -175,9 +165,7 @@ class TrainConfig(Connection, Rollout, Async, Rewards, Training, Algorithm, Refu
     num_epoch: Positive | None = option(None, "passes over the prompts; the feeder counts them")
 
 
-class RunConfig(
-    Connection, Server, Data, Rollout, Async, Rewards, Engines, Training, Algorithm, Refused, Takeover, Workers
-):
+class RunConfig(Connection, Server, Data, Rollout, Async, Rewards, Engines, Training, Refused, Takeover, Workers):
     """Runs it all on this machine: a Redis, a feeder, generators and a trainer."""
 
     fully_async: bool = option(True, "generate while training; --no-fully-async: lock-step and on-policy")

@@ -41,10 +41,7 @@ REFUSED = {
 }
 "Refused in every mode, since nothing here does it."
 
-LEARNING = (
-    *("lr", "lr_warmup_iters", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
-    *algorithms.Algorithm.model_fields,
-)
+LEARNING = (*algorithms.Optimizing.model_fields, *algorithms.Algorithm.model_fields)
 
 
 @dataclass(frozen=True)
@@ -113,6 +110,7 @@ def _idle_training(config: Trained) -> list[tuple[bool, str, tuple[str, ...]]]:
         (not config.fully_async, f"{lock_step}: no request meets a weight update", ("pause_generation_mode",)),
         (config.queue_capacity is not None, "--queue-capacity overrides it", ("async_data_buffer_capacity_factor",)),
         *algorithms.idle(config, resolve_rollout(config).tis),
+        algorithms.idle_decay(config),
         (config.train_backend != "echo", "it belongs to --train-backend echo", ("echo_train_seconds",)),
         (config.train_backend == "echo", "--train-backend echo trains nothing", LEARNING),
         (config.save_interval == 0, "--save-interval 0 saves no checkpoints", ("save_keep",)),
@@ -174,6 +172,7 @@ def _training(config: Trained) -> Iterator[str]:
             f"(--rollout-batch-size {config.rollout_batch_size} x --n-samples-per-prompt {config.n_samples_per_prompt})"
         )
     yield from algorithms.refused(config)
+    yield from algorithms.refused_decay(config, config.num_rollout)
     if config.num_rollout is None and config.num_epoch is None:
         yield "no end: give the training steps with --num-rollout, or passes over the prompts with --num-epoch"
 

@@ -119,13 +119,14 @@ class Stage:
         self.folder = folder
         self.started: list[Started] = []
 
-    def millpond(self, *args: object, **env: str) -> Started:
+    def millpond(self, *args: object, under: tuple[str, ...] = ("-m",), **env: str) -> Started:
+        """`under`: how Python is to start the module."""
         words = [str(a) for a in args]
         output = self.folder / f"{len(self.started)}-{words[0]}.out"
         clean = {name: value for name, value in os.environ.items() if not name.startswith("MILLPOND_")}
         with output.open("wb") as file:
             process = spawn(
-                [sys.executable, "-m", "pipeline.cli", *words],
+                [sys.executable, *under, "pipeline.cli", *words],
                 env={**clean, "OMP_NUM_THREADS": "1", **env},
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from processes import Parts, Started, contiguous, eventually, steps
 from ranks_script import main
 from safetensors.torch import load_file
 from trainer_groups import random_groups
 
+from pipeline.keys import Keys
+from pipeline.leases import WorkerBroker
 from trainer import demo_model
 from trainer.batch import share, shares, units
 
@@ -93,3 +98,65 @@ def test_ranks_have_about_as_many_tokens() -> None:
     loads = [sum(unit.cost for unit in part) for part in shares(found, 4)]
     assert max(loads) - min(loads) <= max(unit.cost for unit in found)
     assert np.sum(loads) == sum(unit.cost for unit in found)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--")
+RULES_OF_RUN = ("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "5")
+
+
+def trainer(parts: Parts, model: Path, *more: object) -> Started:
+    return parts.millpond(
+        *("train", "--run", parts.run, "--out", parts.out, "--hf-checkpoint", model, "--device", "cpu"),
+        *("--rm-type", "positions", *RULES_OF_RUN, "--fully-async", "--max-weight-staleness", "2", *more),
+        under=TORCHRUN,
+        MILLPOND_REDIS_URL=parts.url,
+    )
+
+
+def helpers(parts: Parts, model: Path, *reward: str, **env: str) -> tuple[Started, Started]:
+    at = {"MILLPOND_REDIS_URL": parts.url, **env}
+    reward = reward or ("--rm-type", "positions")
+    where = ("--run", parts.run, "--out", parts.out)
+    feeder = parts.millpond("feed", *where, "--prompt-data", parts.data, "--num-epoch", "1", **at)
+    return feeder, parts.millpond("generate", *where, "--hf-checkpoint", model, "--device", "cpu", *reward, **at)
+
+
+def rows(folder: Path, count: int) -> Path:
+    """Prompts that the demo model can read."""
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"input": f"{n:04d}=", "label": f"{n:04d}"}) + "\n" for n in range(count)))
+    return path
+
+
+def test_a_run_goes_the_whole_way_round_on_two_ranks_after_a_wait_beyond_their_time_out(
+    redis_url: str, tmp_path: Path
+) -> None:
+    demo_model.make(tmp_path / "demo", 0)
+    with Parts(tmp_path, redis_url, rows(tmp_path, 24)) as parts:
+        train = trainer(parts, tmp_path / "demo", "--num-epoch", "1", "--distributed-timeout-minutes", "0.05")
+        eventually(lambda: parts.broker.state().get("status") == "running", "a trainer")
+        time.sleep(4)
+        feeder, generator = helpers(parts, tmp_path / "demo")
+        for process in (train, feeder, generator):
+            process.ends(0, seconds=120)
+        assert parts.audit().places["committed"] == 24
+        assert contiguous(steps(parts.out)) == 6
+    assert sum(line["train/grad_norm"] > 0 for line in steps(parts.out)) >= 1
+
+
+def test_an_error_of_rank_0_reaches_the_others_and_what_was_trained_is_saved(redis_url: str, tmp_path: Path) -> None:
+    demo_model.make(tmp_path / "demo", 0)
+    with Parts(tmp_path, redis_url, rows(tmp_path, 400)) as parts:
+        train = trainer(parts, tmp_path / "demo", "--num-epoch", "1")
+        helpers(parts, tmp_path / "demo")
+        eventually(lambda: len(steps(parts.out)) >= 2, "two steps")
+        asyncio.run(fail(parts))
+        said = train.ends(1, seconds=30)
+        assert "KeyError: 'x'" in said
+        assert parts.audit().places["committed"] >= 8
+
+
+async def fail(parts: Parts) -> None:
+    worker = WorkerBroker(parts.url, Keys(parts.run), "w7")
+    await worker.fail("Traceback: in reward", "KeyError: 'x'")
+    await worker.close()

@@ -243,6 +243,21 @@ def test_the_learning_rate_warms_up_by_optimizer_steps(checkpoint: Path) -> None
     assert rates == pytest.approx([0.25e-3, 0.75e-3, 1e-3])
 
 
+@pytest.mark.parametrize(
+    ("style", "rates"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.775, 0.55, 0.325, 0.1]),
+        ("cosine", [0.5, 1, 1, 0.1 + 0.9 * (1 + 0.5**0.5) / 2, 0.55, 0.1 + 0.9 * (1 - 0.5**0.5) / 2, 0.1]),
+    ],
+)
+def test_the_learning_rate_falls_after_the_warm_up(checkpoint: Path, style: str, rates: list[float]) -> None:
+    rules = {"lr_decay_style": style, "lr_warmup_iters": 2, "lr_decay_iters": 6, "min_lr": 1e-4}
+    trained = backend(checkpoint, **rules)
+    found = [trained.train(random_groups(2, 2), step)["train/lr"] for step in range(7)]
+    assert found == pytest.approx([1e-3 * rate for rate in rates])
+
+
 def masked(reason: str) -> list[Group]:
     q, empty = sequence([3, 4], [5, 6]), sequence([3, 4], [])
     members = {

@@ -21,10 +21,8 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-LOOK = 2.0
-"seconds that a rank waits at the store in one call"
-SAY = 600.0
-"seconds without a command after which a rank says that it waits"
+SAY = timedelta(minutes=10)
+"without a command after which a rank says that it waits; a store has each such look in its own log, too"
 MARGIN = timedelta(seconds=60)
 "what a store may take over an answer"
 
@@ -69,15 +67,13 @@ class Ranks:
             yield command, bytes(self._sent(torch.empty(size, dtype=torch.uint8)).numpy()) if size else b""
 
     def _wait(self, key: str) -> bytes:
-        since = said = time.monotonic()
+        since = time.monotonic()
         while True:
             try:
-                self.store.wait([key], timedelta(seconds=LOOK))
+                self.store.wait([key], SAY)
                 return bytes(self.store.get(key))
             except dist.DistStoreError:
-                if time.monotonic() - said > SAY:
-                    said = time.monotonic()
-                    log.info("rank %d: no command of rank 0 for %.0f s", self.rank, said - since)
+                log.info("no command of rank 0 for %.0f s", time.monotonic() - since)
 
     def _sent(self, tensor: Tensor) -> Tensor:
         dist.broadcast(moved := tensor.to(self.device), 0)
