@@ -58,6 +58,12 @@ class Cast(Parts):
             self.play(name)
         eventually(self.committed, "a first commit")
 
+    def held(self, fault: Fault) -> list[int]:
+        if fault.kind != "generator killed" or "redis" in self.troubles.busy:
+            return []
+        pid = self.playing[faults.who("generator", fault)].process.pid
+        return [int(lease[4]) for lease in self.broker.script("leased") if f"-{pid}-" in lease[2].decode() and lease[4]]
+
     def inflict(self, fault: Fault) -> None:
         faults.KINDS[fault.kind](self, fault)
 

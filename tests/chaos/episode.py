@@ -21,8 +21,12 @@ class Record:
 
     faults: list[tuple[str, float]] = field(default_factory=list)
     "kind and monotonic time of each that was injected"
+    held: list[tuple[str, float, list[int]]] = field(default_factory=list)
+    "of a killed worker: what to call it, when, and the prompts that it held"
     recovery: list[tuple[str, float]] = field(default_factory=list)
-    "kind, and seconds until a group that was begun and made after it was trained on"
+    "kind, and seconds until a group that was made after it was handed to a trainer"
+    alone: bool = False
+    "each fault was recovered from before the next: then, and only then, recovery is that of its kind"
     survived: bool = False
     steps: int = 0
     prompts: int = 0
@@ -34,15 +38,20 @@ class Record:
 
 def play(scene: Scene, plan: list[Fault], record: Record | None = None) -> Record:
     """The plan's faults; then healing, to the end of the run, and the comparison. `record` is filled in as it goes."""
-    record = record or Record()
+    record = Record() if record is None else record
+    record.alone = scene.setting.alone
     (scene.seen / "pace").write_text(str(scene.setting.pace))
     scene.begin()
     for fault in plan:
         if not (_pass(scene, fault.after) and _ready(scene, fault)):
             break
-        record.faults.append((fault.kind, time.monotonic()))
+        held, at = scene.held(fault), time.monotonic()
+        record.faults.append((fault.kind, at))
+        record.held += [(f"{fault.kind}: what it held is made again", at, held)] * bool(held)
         scene.inflict(fault)
         _audit(scene)
+        if scene.setting.alone and not _recover(scene, at):
+            break
     scene.heal()
     (scene.seen / "pace").write_text("0")
     end = time.monotonic() + LIMIT
@@ -73,6 +82,16 @@ def _ready(scene: Scene, fault: Fault) -> bool:
     return True
 
 
+def _recover(scene: Scene, at: float) -> bool:
+    """Waits until all is well; False when the run ends meanwhile."""
+    end = time.monotonic() + LIMIT
+    while scene.troubles.busy or Ledger.read(scene.seen).recovered(at) is None:
+        assert time.monotonic() < end, f"no recovery:\n{scene.words()}"
+        if not _pass(scene, 0.2):
+            return False
+    return True
+
+
 def _audit(scene: Scene) -> None:
     """At any moment nobody stands in two places, or where nobody should. What stands nowhere is named by the next
     trainer, so that is asked at the end only."""
@@ -98,7 +117,6 @@ def _ends(scene: Scene) -> dict[str, set[int]]:
 def _tell(record: Record, ledger: Ledger, steps: int, prompts: int) -> None:
     record.steps, record.prompts, record.made = steps, prompts, len(ledger.made)
     record.discarded = len(ledger.handed) - steps
-    for kind, at in record.faults:
-        after = (h.at for h in ledger.handed if any(ledger.made[m][0] > at for m in h.marks))
-        if (first := min((t for t in after if t > at), default=None)) is not None:
-            record.recovery.append((kind, first - at))
+    ends = [(kind, at, ledger.recovered(at)) for kind, at in record.faults]
+    ends += [(kind, at, ledger.made_again(ids, at)) for kind, at, ids in record.held]
+    record.recovery = [(kind, end - at) for kind, at, end in ends if end is not None]

@@ -67,6 +67,20 @@ class Ledger:
             key = line["kind"], line["number"]
             self.placed[key] = min(line["at"], self.placed.get(key, line["at"]))
 
+    def recovered(self, at: float) -> float | None:
+        """When the first group that was made after `at` was handed to a trainer."""
+        times = (h.at for h in self.handed if any(self.made.get(m, (0.0, []))[0] > at for m in h.marks))
+        return min((time for time in times if time > at), default=None)
+
+    def made_again(self, ids: Iterable[int], at: float) -> float | None:
+        """When the last of these had been made again after `at`."""
+        times: dict[int, float] = {}
+        for mark, (time, _) in self.made.items():
+            if time > at:
+                times[mark.id] = min(time, times.get(mark.id, time))
+        found = [times[id] for id in ids if id in times]
+        return max(found, default=None)
+
     def history(self, checkpoints: Path) -> list[Handed]:
         """All batches that the newest checkpoint contains, step by step. Each checkpoint on the way holds exactly the
         prompts of its history."""

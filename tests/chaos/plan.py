@@ -29,6 +29,8 @@ class Setting:
     staleness: int | None = 2
     save_interval: int = 3
     durability: str = "second"
+    alone: bool = False
+    "each fault is recovered from before the next"
 
 
 def each(dice: random.Random, kinds: Sequence[str], pause: float, longest: float) -> list[Fault]:
@@ -36,12 +38,12 @@ def each(dice: random.Random, kinds: Sequence[str], pause: float, longest: float
     return [_fault(dice, kind, pause, longest) for kind in dice.sample(kinds, len(kinds))]
 
 
-def some(dice: random.Random, kinds: Sequence[str], seconds: float) -> list[Fault]:
-    """As many as go into so long, of any kinds, lasting up to half a minute: beyond the limits of heartbeats and
-    sockets."""
+def some(dice: random.Random, groups: Sequence[Sequence[str]], seconds: float, longest: float = 30.0) -> list[Fault]:
+    """As many as go into so long, as many of one group of kinds as of another, by default beyond the limits of
+    heartbeats and sockets."""
     plan: list[Fault] = []
     while sum(fault.after for fault in plan) < seconds:
-        plan.append(_fault(dice, dice.choice(kinds), 3.0, 30.0))
+        plan.append(_fault(dice, dice.choice(dice.choice(groups)), 3.0, longest))
     return plan
 
 

@@ -11,7 +11,7 @@ from episode import Record
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One a kind, ordered by name. Recovery in seconds."""
+    """One a kind, ordered by name. Recovery in seconds, where a fault was alone."""
     injected: Counter[str] = Counter()
     survived: Counter[str] = Counter()
     times: dict[str, list[float]] = defaultdict(list)
@@ -19,7 +19,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
         for kind, _ in record.faults:
             injected[kind] += 1
             survived[kind] += record.survived
-        for kind, seconds in record.recovery:
+        for kind, seconds in record.recovery if record.alone else ():
             times[kind].append(seconds)
     return [
         {
@@ -29,7 +29,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             "median": round(median(times[kind]), 2) if times[kind] else None,
             "max": round(max(times[kind]), 2) if times[kind] else None,
         }
-        for kind in sorted(injected)
+        for kind in sorted({*injected, *times})
     ]
 
 

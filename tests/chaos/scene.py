@@ -37,6 +37,10 @@ class Scene(Protocol):
     def begin(self) -> None:
         """All processes are started; returns when something is committed."""
 
+    def held(self, fault: Fault) -> list[int]:
+        """Prompts that a worker holds which is about to be killed; none where Redis cannot be asked."""
+        ...
+
     def inflict(self, fault: Fault) -> None: ...
 
     def ready(self, fault: Fault) -> bool:

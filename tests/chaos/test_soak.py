@@ -11,13 +11,14 @@ import shutil
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import troupe
 from cast import Cast
 from episode import Record, play
-from faults import KINDS
+from faults import CUTS, DEATHS, LINKS, REDIS
 from plan import Setting, any_setting, some
 from report import rows, text, totals
 from troupe import WITNESSED, Troupe
@@ -26,21 +27,27 @@ from pipeline.server import EmbeddedServer
 
 SECONDS = 45.0
 "Of faults in an episode; healing comes after."
+LEARNING = Setting(rows=None, pace=0.2)
 LEARNS = (*WITNESSED, "--num-rollout", "40", "--save-interval", "3")
 
 
 def episode(seed: int, folder: Path, record: Record) -> None:
+    """Half of them as separate processes; a quarter with one fault at a time, which shows how long recovery takes."""
     dice = random.Random(seed)
-    setting, which = any_setting(dice), dice.random()
-    if which < 0.6:
+    setting, staged, alone = any_setting(dice), dice.random() < 0.5, dice.random() < 0.25
+    if alone:
+        setting = replace(setting, alone=True, staleness=2, save_interval=3, rows=1500)
+    longest = 0.0 if alone else 30.0
+    if staged:
+        groups = [DEATHS, REDIS] if alone else [DEATHS, REDIS, LINKS, CUTS]
+        plan = some(dice, [list(group) for group in groups], SECONDS, longest)
         with EmbeddedServer(folder / "redis", setting.durability) as server, Cast(folder, server, setting) as cast:
-            play(cast, some(dice, list(KINDS), SECONDS), record)
-    elif which < 0.9:
-        with Troupe(folder, setting) as scene:
-            play(scene, some(dice, list(troupe.KINDS), SECONDS), record)
-    else:
-        with Troupe(folder, Setting(rows=None, pace=0.2), *LEARNS) as scene:
-            play(scene, some(dice, list(troupe.KINDS), SECONDS), record)
+            play(cast, plan, record)
+        return
+    plan = some(dice, [list(troupe.KINDS)], SECONDS, longest)
+    learns = not alone and dice.random() < 0.25
+    with Troupe(folder, LEARNING, *LEARNS) if learns else Troupe(folder, setting) as scene:
+        play(scene, plan, record)
 
 
 @pytest.mark.soak
