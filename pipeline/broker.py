@@ -20,7 +20,7 @@ from redis.exceptions import NoScriptError, RedisError
 from pipeline.connect import connect
 from pipeline.errors import UsageError
 from pipeline.keys import Keys
-from pipeline.outage import Outage, Seen, passing
+from pipeline.outage import Outage, Seen, passing, told
 from pipeline.replies import Standing, map_of, policy_of
 from pipeline.scripts import Arg, load
 from pipeline.types import Policy
@@ -63,7 +63,7 @@ class Broker:
                     return verb()
                 except RedisError as error:
                     if not passing(error):
-                        raise
+                        raise told(error) from None
                     self.heal(outage, error)
 
     def outage(self, error: Exception) -> None:

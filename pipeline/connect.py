@@ -59,8 +59,13 @@ def connect(url: str, name: str, seen: Seen | None = None) -> redis.Redis:
         return redis.Redis.from_url(
             url, retry=Retry(NoBackoff(), 0), max_connections=4, redis_connect_func=hello, **_options(url, name)
         )
-    except ValueError as error:
-        raise UsageError(f"--redis-url: {error}") from None
+    except UsageError:
+        raise
+    except ValueError:  # which may hold a part of the password
+        raise UsageError(
+            "--redis-url is no URL with a host and a port: special characters in a user's name and password must be "
+            "percent-encoded"
+        ) from None
 
 
 def connect_async(url: str, name: str, seen: Seen | None = None) -> redis.asyncio.Redis:

@@ -22,7 +22,7 @@ from pipeline.config import Agreed
 from pipeline.connect import connect_async
 from pipeline.errors import MessageError
 from pipeline.keys import GROUP, Keys
-from pipeline.outage import Outage, Seen, passing
+from pipeline.outage import Outage, Seen, passing, told
 from pipeline.replies import Lease, Leased, Pulse, lease_of, pairs, policy_of, pulse_of, quarantined, version_of
 from pipeline.scripts import Arg, load
 from pipeline.types import Policy
@@ -69,7 +69,7 @@ class WorkerBroker:
                     return await verb()
                 except RedisError as error:
                     if not passing(error):
-                        raise
+                        raise told(error) from None
                     await self.heal(outage, error)
 
     async def outage(self, error: Exception) -> None:

@@ -17,13 +17,14 @@ from redis.exceptions import (
     AuthorizationError,
     BusyLoadingError,
     ConnectionError,
+    NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
     TimeoutError,
 )
 
-from pipeline.errors import RedisDown, Stopped
+from pipeline.errors import RedisDown, RedisUnusable, Stopped
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,15 @@ def passing(error: RedisError) -> bool:
     if isinstance(error, (AuthenticationError, AuthorizationError)):
         return False
     return isinstance(error, AWAY) or _refusal(error) is not None
+
+
+def told(error: RedisError) -> Exception:
+    """What a user is told of an error that will not pass, with what to do."""
+    if isinstance(error, AuthenticationError | AuthorizationError):
+        return RedisUnusable(f"Redis takes no such user name or password ({error}): see the URL")
+    if isinstance(error, NoPermissionError):
+        return RedisUnusable(f"{error}: docs/redis-cli.md has the rights that a user needs")
+    return error
 
 
 def _refusal(error: Exception) -> str | None:
