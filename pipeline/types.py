@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,9 +39,11 @@ class Prompt:
     record: str
     "the pristine JSON record: prompt, label, metadata; never re-encoded on the way"
 
-    @cached_property
+    @property
     def fields(self) -> dict[str, Any]:
-        """The record decoded: `prompt` (text or chat messages), `label`, `metadata`. MessageError where it is none."""
+        """The record decoded: `prompt` (text or chat messages), `label`, `metadata`. MessageError where it is none.
+
+        Anew each time: whoever asks may change what is in it."""
         try:
             value = json.loads(self.record)
         except (ValueError, RecursionError) as error:
