@@ -208,6 +208,7 @@ class Supervisor:
 
     def _ends(self) -> str:
         """How many prompts ended how."""
+        self._heal_redis()
         counters = self.broker.counters()
         ends = [f"{counters.get('committed', 0)} committed"]
         ends += [

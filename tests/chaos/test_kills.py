@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from plan import Setting
 from processes import ECHO_RUN, PACE, Parts, Stage, alive, audited, contiguous, eventually, prompts, server_of, steps
 from troupe import Troupe
@@ -67,3 +68,17 @@ def test_a_redis_that_is_killed_while_it_starts_again_is_started_once_more(tmp_p
     assert "the embedded Redis was killed; it is started again (2)" in said
     assert found.holds
     assert found.places["committed"] + found.places["dropped"] == 160
+
+
+@pytest.mark.slow
+def test_a_redis_that_dies_while_the_run_ends_is_there_for_the_last_words(tmp_path: Path) -> None:
+    """A generator that is stopped keeps the supervisor waiting for half a minute after the trainer has ended."""
+    with Troupe(tmp_path, Setting(rows=120)) as scene:
+        scene.begin()
+        os.kill(scene.pid("generate-0") or 0, signal.SIGSTOP)
+        eventually(lambda: scene.pid("train") is None, "the end of the trainer", seconds=120)
+        os.kill(scene.pid("redis") or 0, signal.SIGKILL)
+        said = scene.run.ends(0, seconds=90)
+        found, _ = scene.finish()
+    assert f"Prompts: {found.places['committed']} committed" in said
+    assert found.holds
