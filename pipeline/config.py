@@ -163,6 +163,11 @@ class TrainConfig(Connection, Rollout, Async, Rewards, Training, Refused, Takeov
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     torch_threads: Positive = option(1, "threads torch computes with in one process")
     num_epoch: Positive | None = option(None, "passes over the prompts; the feeder counts them")
+    auto_resume: bool = option(False, "--resume where the run was begun, else begin it; for what starts trainers again")
+
+    @property
+    def goes_on(self) -> bool:
+        return self.resume or self.auto_resume
 
 
 class RunConfig(Connection, Server, Data, Rollout, Async, Rewards, Engines, Training, Refused, Takeover, Workers):

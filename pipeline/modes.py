@@ -178,12 +178,14 @@ def _training(config: Trained) -> Iterator[str]:
 
 
 def _going_on(config: Trained) -> Iterator[str]:
-    if config.resume and config.save_interval == 0:
+    goes_on = config.goes_on if isinstance(config, TrainConfig) else config.resume
+    if goes_on and config.save_interval == 0:
         yield (
-            "--resume needs checkpoints, and with --save-interval 0 there are none: groups count as trained when their "
-            "weights are published. Start a new run, from the last weights if you like (--hf-checkpoint)"
+            f"{flag('resume' if config.resume else 'auto_resume')} needs checkpoints, and with --save-interval 0 there "
+            "are none: groups count as trained when their weights are published. Start a new run, from the last "
+            "weights if you like (--hf-checkpoint)"
         )
-    if config.load is not None and not config.resume:
+    if config.load is not None and not goes_on:
         yield (
             f"--load {config.load}: a checkpoint says which prompts were trained on, so it belongs to its run; add "
             "--resume to go on from it, or start a new run from a weights folder with --hf-checkpoint"

@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from make import crew, drain_of, feed, feeding, loop_of, metrics, queue, run, train, train_config
@@ -290,6 +291,27 @@ def test_a_resume_without_a_checkpoint_begins_again_and_loses_no_prompt(real: Ri
     assert (loop.now.step, loop.now.lineage) == (5, ((5, 1),))
     assert committed(real) == list(range(9))
     assert all(int(e["strikes"]) == 0 for e in real.entries())
+    assert audit(real.feeder()).holds
+
+
+def test_the_same_command_begins_a_run_and_goes_on_with_it(real: Rig, tmp_path: Path) -> None:
+    """What starts a trainer again, a container or a pod, does not know which of the two it is."""
+    feed(real, 10, ends=True)
+    same: dict[str, Any] = {"auto_resume": True, "take_over": True}
+
+    class Killed(EchoBackend):
+        def train(self, groups: object, step: int) -> dict[str, float]:
+            if step == 4:
+                raise KeyboardInterrupt
+            return {}
+
+    with crew(real, quick), pytest.raises(KeyboardInterrupt):
+        run(loop_of(real, tmp_path / "new", Killed(0.0), **same))
+    with crew(real, quick):
+        loop = loop_of(real, tmp_path / "new", **same)
+        assert loop.now.step == 4
+        run(loop)
+    assert committed(real) == list(range(10))
     assert audit(real.feeder()).holds
 
 

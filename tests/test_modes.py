@@ -113,6 +113,7 @@ def test_what_nothing_here_does_is_refused_in_every_mode(
         (train(num_rollout=None), "--num-rollout"),
         (run(num_rollout=None), "--num-epoch"),
         (train(resume=True, save_interval=0), "with --save-interval 0 there are none"),
+        (train(auto_resume=True, save_interval=0), "--auto-resume needs checkpoints"),
         (train(take_over=True, wait=True), "use one"),
         (run(rm_type=None), "no reward"),
         (GenerateConfig(), "no reward"),

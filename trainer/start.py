@@ -66,12 +66,12 @@ def begin(config: TrainConfig, broker: TrainerBroker, backend: Backend, folder: 
 
 def _refuse(config: TrainConfig, broker: TrainerBroker, folder: Path, state: dict[str, str]) -> None:
     run, known = broker.keys.run, "epoch" in state
-    if known and not config.resume:
+    if known and not config.goes_on:
         raise RunExists(
             f"run {run} is in this Redis already, trained by {state.get('trainer')}: --resume goes on with it, "
             f"another --run starts a new one, `millpond purge --run {run}` deletes it"
         )
-    if not config.resume and checkpoint.newest(folder / "checkpoints"):
+    if not config.goes_on and checkpoint.newest(folder / "checkpoints"):
         raise RunExists(
             f"{folder} has checkpoints of an earlier run: --resume goes on from them, another --out starts a new run"
         )
@@ -87,7 +87,7 @@ def _refuse(config: TrainConfig, broker: TrainerBroker, folder: Path, state: dic
 
 
 def _load(config: TrainConfig, folder: Path) -> checkpoint.Checkpoint | None:
-    path = config.load or (checkpoint.newest(folder / "checkpoints") if config.resume else None)
+    path = config.load or (checkpoint.newest(folder / "checkpoints") if config.goes_on else None)
     return checkpoint.read(path) if path else None
 
 
