@@ -62,7 +62,8 @@ class Cast(Parts):
         if fault.kind != "generator killed" or "redis" in self.troubles.busy:
             return []
         pid = self.playing[faults.who("generator", fault)].process.pid
-        return [int(lease[4]) for lease in self.broker.script("leased") if f"-{pid}-" in lease[2].decode() and lease[4]]
+        leases = self.broker.patiently(lambda: self.broker.script("leased"))
+        return [int(lease[4]) for lease in leases if f"-{pid}-" in lease[2].decode() and lease[4]]
 
     def inflict(self, fault: Fault) -> None:
         faults.KINDS[fault.kind](self, fault)

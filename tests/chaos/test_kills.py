@@ -76,7 +76,7 @@ def test_a_redis_that_dies_while_the_run_ends_is_there_for_the_last_words(tmp_pa
     with Troupe(tmp_path, Setting(rows=120)) as scene:
         scene.begin()
         os.kill(scene.pid("generate-0") or 0, signal.SIGSTOP)
-        eventually(lambda: scene.pid("train") is None, "the end of the trainer", seconds=120)
+        eventually(lambda: sum(map(alive, scene.children())) == 2, "the end of all but Redis and this one", seconds=120)
         os.kill(scene.pid("redis") or 0, signal.SIGKILL)
         said = scene.run.ends(0, seconds=90)
         found, _ = scene.finish()
