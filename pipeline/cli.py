@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import select
+import signal
 import sys
 from collections.abc import Callable, Mapping
 
@@ -26,6 +27,7 @@ COMMANDS: Commands = {
     "inspect": ("pipeline.inspect:main", "look into groups, prompts, dead letters, quarantine, errors"),
     "audit": ("pipeline.audit:main", "prove that no prompt is lost or trained twice"),
     "purge": ("pipeline.purge:main", "delete what a finished run left in Redis"),
+    "sglang": ("producers.sglang_cpu.serve:main", "start a real SGLang server on CPUs, to see one without a GPU"),
     "bench": ("pipeline.bench:main", "measure codec, broker, overlap and engine"),
 }
 
@@ -37,6 +39,8 @@ def main(argv: list[str] | None = None, commands: Commands = COMMANDS) -> int:
 
     An error that Millpond does not raise itself passes through, with its traceback.
     """
+    if argv is None:  # a process 1 has no default for it; until a stage has its own, it is like Ctrl-C
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         code = _dispatch(sys.argv[1:] if argv is None else argv, commands)
         sys.stdout.flush()
@@ -44,6 +48,7 @@ def main(argv: list[str] | None = None, commands: Commands = COMMANDS) -> int:
         sys.stderr.write(f"millpond: {error}\n")
         return error.exit_code
     except KeyboardInterrupt:
+        sys.stderr.write("millpond: asked to stop\n")
         return INTERRUPTED
     except BrokenPipeError:
         if not _reader_is_gone():

@@ -95,6 +95,8 @@ class Supervisor:
         try:
             for child in self.children:
                 child.start()
+            if self.interrupts:  # while they were started: the trainer may not have been told
+                self.trainer.signal(signal.SIGTERM)
             with Progress(self.config.num_rollout) as self.progress:
                 code = self._watch()
             sys.stderr.write(self.trouble)

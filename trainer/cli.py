@@ -39,10 +39,10 @@ def main(argv: list[str]) -> int:
     folder = place.folder or RUNS / place.run
     setup("trainer", folder)
     broker = TrainerBroker(place.url, Keys(place.run), config.redis_patience)
-    for warning in [*warnings, *broker.patiently(lambda: verify(broker.client, place.url))]:
-        log.warning(warning)
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: broker.stop.set())
+    for warning in [*warnings, *broker.patiently(lambda: verify(broker.client, place.url))]:
+        log.warning(warning)
     rollout = code.load(selection.rollout, "--rollout-function-path")
     backend = backends.build(config, selection.tis)
     pulse = TrainerPulse(place.url, broker)
