@@ -719,9 +719,10 @@ def test_the_end_of_the_run_ends_the_worker_but_not_before_it_has_seen_it_alive(
     assert gone(real)
 
 
-def test_cancelled_fifty_times_under_load_a_generator_loses_nothing(real: Rig) -> None:
+@pytest.mark.parametrize("times", [50, pytest.param(200, marks=pytest.mark.slow)])
+def test_cancelled_again_and_again_under_load_a_generator_loses_nothing(real: Rig, times: int) -> None:
     trainer = real.trainer(bound=12, in_flight=12, queue_capacity=6)
-    feed(real, 400)
+    feed(real, 8 * times)
     drain, draw, trained = drain_of(trainer, 4), random.Random(7), 0
 
     async def once(seconds: float) -> None:
@@ -735,7 +736,7 @@ def test_cancelled_fifty_times_under_load_a_generator_loses_nothing(real: Rig) -
             assert asyncio.all_tasks() == {asyncio.current_task()}
         assert gone(real)
 
-    for round in range(50):
+    for round in range(times):
         real.do(once(draw.uniform(0, 0.05)))
         if len(real.groups()) >= 4:
             batch = drain.batch(Limit(1 + trained, (), 100))
@@ -745,7 +746,7 @@ def test_cancelled_fifty_times_under_load_a_generator_loses_nothing(real: Rig) -
             trainer.commit([g.prompt for g in batch.groups])
         assert round % 5 or sound(real)
     places = audit(real.feeder()).places
-    assert sum(places.values()) == 400
+    assert sum(places.values()) == 8 * times
     assert places["committed"] == 4 * trained > 0
     assert real.counter("pushed") == places["committed"] + places["queued"] + places["taken"]
     assert real.counter("strikes:worker_died") == 0

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from make import at_work, crew, feed, feeding, loop_of, until
+from make import Hand, at_work, calm, crew, feed, feeding, loop_of, until
 from make import run as run_loop
-from processes import holds
+from processes import Parts, eventually, holds, prompts
 from rig import Rig, ids, ones, policy, records
 
 from pipeline.audit import audit
@@ -102,6 +105,52 @@ def test_what_vanishes_is_told_again_and_every_prompt_is_trained_once(
     assert run.ended("dropped") | run.ended("dead") <= {12, 13}
 
 
+def test_what_is_queued_stays_queued_where_only_its_order_was_lost(run: Rig) -> None:
+    for name in ("state", "unsettled"):
+        busy = Busy(run)
+        before = run.standing()
+        run.raw.delete(run.keys[name])
+        busy.trainer.check()
+        after = run.standing()
+        assert (after.popped, after.queued) == (before.popped, before.queued)
+        assert {id: n for id, n in after.unsettled.items() if n > after.popped} == {6: 7, 7: 8, 8: 9}
+        run.raw.delete(*run.keys.all())
+
+
+def test_a_commit_whose_entries_were_lost_is_told_again(run: Rig) -> None:
+    trainer, worker = run.trainer(), run.worker()
+    run.feeder(2)
+    run.queued(worker, 2)
+    held = run.take(trainer, 2)
+    trainer.publish(policy(2), held)
+    run.raw.delete(run.keys["open"])
+    assert trainer.commit(held) == []
+    assert run.ended() == {0, 1}
+    assert run.conserved()
+
+
+def test_a_prompt_that_is_leased_again_to_who_works_on_it_is_not_begun_twice(real: Rig) -> None:
+    real.trainer()
+    feed(real, 1)
+
+    async def scene() -> None:
+        engine = Hand()
+        async with at_work(real, engine, concurrency=4) as generator:
+            await until(lambda: len(engine.held) == 2)
+            real.raw.xgroup_destroy(real.keys["prompts"], GROUP)
+            real.raw.xgroup_create(real.keys["prompts"], GROUP, "0")
+            generator.wakeful = True
+            generator.poke.set()
+            await until(lambda: real.standing().pending == 1)
+            await calm(engine)
+            assert len(engine.sent) == 2
+            engine.end(0)
+            await until(lambda: len(real.groups()) == 1)
+
+    real.do(scene())
+    assert real.counter("pushed") == 1
+
+
 def test_a_redis_that_loses_keys_again_and_again_ends_the_trainer_with_what_it_loses(run: Rig) -> None:
     trainer = run.trainer()
     trainer.stop.set()  # no back-off
@@ -122,6 +171,7 @@ def test_who_was_silent_when_the_list_of_workers_was_lost_is_still_found_dead(ru
     run.raw.delete(run.keys["workers"])
     run.do(living.register({}))
     assert run.reap() == []
+    assert run.raw.zscore(run.keys["workers"], "dead") is not None
     run.silence("dead")
     assert run.reap() == ["dead"]
     assert run.consumers() == {"living"}
@@ -271,3 +321,46 @@ def test_a_live_run_outlives_a_flush(tmp_path: Path) -> None:
         rig = Rig(server.url)
         goes_on(rig, tmp_path, [rig.raw.flushall, rig.raw.flushall])
         rig.close()
+
+
+# -- real processes
+
+
+def cpu(pid: int) -> float:
+    """Seconds of processor time so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def commands(raw: Any) -> int:
+    found: Any = raw.info("stats")
+    return int(found["total_commands_processed"])
+
+
+@pytest.mark.slow
+def test_processes_wait_calmly_after_a_flush_and_go_on_when_the_trainer_has_told_redis_again(tmp_path: Path) -> None:
+    with (
+        EmbeddedServer(tmp_path / "redis", "process") as server,
+        Parts(tmp_path, server.url, prompts(tmp_path, 600)) as parts,
+    ):
+        others = [parts.feeder("--num-epoch", 1), parts.generator(), parts.generator()]
+        trainer = parts.trainer("--num-epoch", 1, "--fully-async", "--max-weight-staleness", 1)
+        raw = parts.broker.client
+        for _ in range(3):
+            before = parts.broker.version()
+            eventually(lambda before=before: parts.broker.version() > before, "it trains")  # type: ignore[misc]
+            trainer.kill(signal.SIGSTOP)
+            raw.flushall()
+            time.sleep(2)
+            asked, used = commands(raw), [cpu(one.process.pid) for one in others]
+            time.sleep(5)
+            assert commands(raw) - asked < 500
+            spent = [cpu(one.process.pid) - was for one, was in zip(others, used, strict=True)]
+            assert max(spent) < 2.5, spent
+            print(f"{commands(raw) - asked} commands and {spent} s of processor time in 5 s")
+            trainer.kill(signal.SIGCONT)
+        for one in (trainer, *others):
+            said = one.ends(0, 120)
+            assert said.count("Redis has lost") <= 3
+        places = parts.audit().places
+        assert places["committed"] + places["dead"] == 600
