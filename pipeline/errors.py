@@ -6,6 +6,7 @@ MillpondError                 exit 1
 |-- MessageError              exit 1   a message breaks the wire format; names the field (also a ValueError)
 |-- GroupError                exit 1   a group of the wrong size or shape (also a ValueError)
 |-- RewardError               exit 1   a reward function gave something that is no reward (also a ValueError)
+|-- GenerateError             exit 1   a generate function gave something that is no sample (also a ValueError)
 |-- EngineError               exit 1   an engine could not finish a request
 |   |-- RequestRefused                 the engine will never serve this request (too long, bad input): final
 |   `-- EngineDown                     the engine is away; the prompt is handed back without a strike
@@ -48,6 +49,10 @@ class GroupError(MillpondError, ValueError):
 
 
 class RewardError(MillpondError, ValueError):
+    pass
+
+
+class GenerateError(MillpondError, ValueError):
     pass
 
 

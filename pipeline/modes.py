@@ -22,8 +22,8 @@ DRAIN = "consumers.drain.drain"
 RECORD_BYTES = 4096
 "What a prompt is taken to weigh in `open`, its record with it; the real size is known when prompts are read."
 
-CODE = ("custom_rm_path", "rm_type", "reward_key", "dynamic_sampling_filter_path")
-"What decides how groups are scored and kept: the same for all workers, or they take no prompts."
+CODE = ("custom_generate_function_path", "custom_rm_path", "rm_type", "reward_key", "dynamic_sampling_filter_path")
+"What decides how groups are made, scored and kept: the same for all workers, or they take no prompts."
 
 Trained = TrainConfig | RunConfig
 

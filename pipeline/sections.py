@@ -76,8 +76,11 @@ class Data(Section):
 
 
 class Rewards(Section):
-    """Rewards and filters"""
+    """Generate functions, rewards and filters"""
 
+    custom_generate_function_path: str | None = option(
+        None, "agents, several turns, tools: async function that makes one sample, module.function"
+    )
     rm_type: str | None = option(
         None,
         "built-in reward: math, gsm8k, deepscaler, dapo, gpqa, f1, ifeval, code, exact, positions, length, random, "

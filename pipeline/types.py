@@ -62,13 +62,13 @@ class Sequence:
     prompt_tokens: Tokens
     "int32 [P]: exactly what was sent to the engine"
     tokens: Tokens
-    "int32 [R]: exactly what the engine returned, the stop token included; nothing is ever re-tokenised"
+    "int32 [R]: exactly what the engine returned, the stop token included, and what was seen between an agent's turns"
     logprobs: Logprobs
-    "float32 [R]: log-probability of each token, after temperature, before top-p"
+    "float32 [R]: log-probability of each token, after temperature, before top-p; 0 where it was not sampled"
     loss_mask: Mask
     "uint8 [R]: 1 where the model sampled the token and may be trained on it"
     versions: tuple[Span, ...]
-    "weight versions over the R response tokens, in order, without gaps"
+    "weight versions over the R response tokens, in order, without gaps; what was only seen counts to the one before"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from pipeline.modes import CODE, check
 from pipeline.options import flag
 from pipeline.pulse import WorkerPulse
 from pipeline.replies import Pulse
-from producers import engines, feeder, filters, rewards
+from producers import custom_generate, engines, feeder, filters, rewards
 from producers.engines.base import Engine
 from producers.generator import Generator
 from producers.group import Maker
@@ -114,9 +114,10 @@ async def _generator(
     broker: WorkerBroker, config: GenerateConfig, rules: Agreed, found: Place, scorer: rewards.Scorer
 ) -> AsyncIterator[Generator]:
     """A generator with its engine started, registered and giving signs of life."""
-    path = config.dynamic_sampling_filter_path
+    path, own = config.dynamic_sampling_filter_path, config.custom_generate_function_path
+    play = custom_generate.load(own) if own else custom_generate.ONCE
     engine, tokenizer = engines.build(config, rules.pause_generation_mode)
-    maker = Maker(engine, tokenizer, scorer, rules, broker.worker, asyncio.Semaphore(engines.slots(config)))
+    maker = Maker(engine, tokenizer, scorer, rules, broker.worker, asyncio.Semaphore(engines.slots(config)), play)
     worker = Worker(broker, maker, filters.load(path) if path else None)
     generator = Generator(worker, engines.slots(config))
     loop = asyncio.get_running_loop()
@@ -182,12 +183,12 @@ async def _rules(broker: WorkerBroker, config: GenerateConfig) -> Agreed | None:
 
 
 def _same_code(rules: Agreed, config: GenerateConfig) -> None:
-    """UsageError unless this worker has the rewards and filters that the run was started with."""
+    """UsageError unless this worker has the functions, rewards and filters that the run was started with."""
     for name in CODE:
         mine = getattr(config, name)
         if (digest(mine) if mine else None) != rules.code.get(name):
             theirs = "has none" if name not in rules.code else "was started with another one"
             raise UsageError(
                 f"{flag(name)} is {mine or 'not given'} here, and run's trainer {theirs}: all must agree, "
-                "or groups would be scored in different ways"
+                "or groups would be made or scored in different ways"
             )

@@ -7,30 +7,29 @@ import contextlib
 import hashlib
 import json
 import time
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
-
 from pipeline.config import Agreed
-from pipeline.errors import EngineError, RequestRefused, RewardError
-from pipeline.types import ABORTED, COMPLETED, TRUNCATED, Group, Prompt, Sample, Sequence, Tokens
+from pipeline.errors import EngineError, GenerateError, RequestRefused, RewardError
+from pipeline.types import Group, Prompt, Sample, Tokens
+from producers.custom_generate import ONCE, Play, sample
 from producers.engines.base import Completion, Engine, Request, Sampling
+from producers.engines.limits import budget
+from producers.episode import Bounds, Episode
 from producers.rewards.base import Scorer, reward_input
 from producers.tokens import Tokenizer
-
-STATUS = {"stop": COMPLETED, "length": TRUNCATED, "abort": ABORTED}
 
 
 class SampleAborted(EngineError):
     """An engine ended a request that nobody here had cancelled."""
 
 
-def seed_of(run_seed: int, prompt_id: int, index: int) -> int:
-    """63 bits from run seed, prompt id and sample index: the same whichever worker samples, and at which attempt."""
-    text = f"{run_seed}:{prompt_id}:{index}".encode()
+def seed_of(run_seed: int, prompt_id: int, index: int, turn: int = 0) -> int:
+    """63 bits from run seed, prompt id, sample index, turn: the same whichever worker samples, at whatever attempt."""
+    text = f"{run_seed}:{prompt_id}:{index}{f':{turn}' if turn else ''}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
@@ -39,7 +38,7 @@ class Progress:
     """How far a group is, for the generator's book-keeping."""
 
     running: int = 0
-    "samples in the engine or waiting for it"
+    "samples under way: in the engine, waiting for it, or with their function"
     finished: int = 0
     "samples finished, while the group is not"
     oldest: int | None = None
@@ -56,7 +55,9 @@ class Maker:
     rules: Agreed
     worker: str
     slots: asyncio.Semaphore
-    "samples the engine may have at once"
+    "requests the engine may have at once"
+    play: Play = ONCE
+    "what makes a sample"
 
     async def make(self, prompt: Prompt, progress: Progress, poke: asyncio.Event) -> Group:
         """A scored group. RequestRefused, EngineError and its kin say what became of it otherwise; a sample that fails
@@ -73,7 +74,8 @@ class Maker:
         progress.running = n
         try:
             async with asyncio.TaskGroup() as siblings:
-                tasks = [siblings.create_task(self._sample(prompt, tokens, i, progress, poke)) for i in range(n)]
+                begun = [self._episode(prompt, tokens, i, progress) for i in range(n)]
+                tasks = [siblings.create_task(self._sample(episode, progress, poke)) for episode in begun]
         except BaseExceptionGroup as group:
             raise _decisive(group) from None
         samples = [task.result() for task in tasks]
@@ -87,6 +89,7 @@ class Maker:
         longest = self.rules.rollout_max_prompt_len
         if longest is not None and len(tokens) > longest:
             raise RequestRefused(f"prompt {prompt.id} has {len(tokens)} tokens, --rollout-max-prompt-len is {longest}")
+        budget(Request("", tokens, self._sampling(), 0), self.engine.vocab_size, self.engine.context_length)
         return tokens
 
     def _variables(self, prompt: Prompt) -> dict[str, Any]:
@@ -94,32 +97,48 @@ class Maker:
         tools = prompt.fields["metadata"].get("tools")
         return {**json.loads(self.rules.apply_chat_template_kwargs or "{}"), **({"tools": tools} if tools else {})}
 
-    async def _sample(
-        self, prompt: Prompt, tokens: Tokens, index: int, progress: Progress, poke: asyncio.Event
-    ) -> Sample:
-        left = max(1, self.engine.context_length - len(tokens))
-        sampling = Sampling(
-            min(self.rules.rollout_max_response_len, left),
-            self.rules.rollout_temperature,
-            self.tokenizer.stop_token_ids,
+    def _episode(self, prompt: Prompt, tokens: Tokens, index: int, progress: Progress) -> Episode:
+        return Episode(
+            prompt,
+            tokens,
+            index,
+            self._sampling(),
+            self.tokenizer,
+            Bounds(self.engine.vocab_size, self.engine.context_length),
+            partial(self._variables, prompt),
+            partial(seed_of, self.rules.rollout_seed, prompt.id, index),
+            partial(self._send, progress, f"prompt {prompt.id}, sample {index}"),
         )
-        request = Request(uuid.uuid4().hex, tokens, sampling, seed_of(self.rules.rollout_seed, prompt.id, index))
-        async with self.slots:
-            if progress.oldest is None:
-                progress.oldest = self.engine.version
-            with _no_cancel(EngineError(f"prompt {prompt.id}, sample {index}: cancelled within the engine")):
-                done = await self.engine.generate(request)
+
+    async def _sample(self, begun: Episode, progress: Progress, poke: asyncio.Event) -> Sample:
+        where = f"prompt {begun.prompt.id}, sample {begun.index}"
+        with _no_cancel(GenerateError(f"generate function {self.play.name}: {where}: cancelled from within")):
+            async with begun as episode:
+                value = await self.play.function(episode)
+        done = sample(value, episode, self.play.name)
         progress.running -= 1
         progress.finished += 1
         poke.set()
-        if done.finish == "abort":
-            raise SampleAborted(f"prompt {prompt.id}, sample {index}: the engine aborted it")
-        return self._record(tokens, index, done)
+        return done
 
-    def _record(self, tokens: Tokens, index: int, done: Completion) -> Sample:
-        mask = np.ones(len(done.tokens), dtype=np.uint8)
-        sequence = Sequence(tokens, done.tokens, done.logprobs, mask, done.versions)
-        return Sample(index, STATUS[done.finish], self.tokenizer.decode(done.tokens), None, (sequence,))
+    def _sampling(self) -> Sampling:
+        rules = self.rules
+        return Sampling(rules.rollout_max_response_len, rules.rollout_temperature, self.tokenizer.stop_token_ids)
+
+    async def _send(self, progress: Progress, where: str, request: Request) -> Completion:
+        """One request, in a slot of its own."""
+        async with self.slots:
+            if progress.oldest is None:
+                progress.oldest = self.engine.version
+            with _no_cancel(EngineError(f"{where}: cancelled within the engine")):
+                done = await self.engine.generate(request)
+        if done.finish == "abort":
+            raise SampleAborted(f"{where}: the engine aborted it")
+        covered = sum(span.end - span.start for span in done.versions)
+        if not 0 < len(done.tokens) == len(done.logprobs) == covered:
+            found = f"{len(done.tokens)} tokens, {len(done.logprobs)} log-probabilities, versions of {covered}"
+            raise EngineError(f"{where}: the engine gave {found}")
+        return done
 
 
 @contextlib.contextmanager

@@ -20,6 +20,9 @@ from pipeline.types import Tokens
 Messages = list[dict[str, Any]]
 Variables = Mapping[str, Any]
 NONE: Variables = {}
+ANSWER = "MILLPOND-ANSWER"
+BEFORE: Messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+"What stands before the messages that a chat goes on with; what the template makes of it is cut off again."
 
 
 class Tokenizer(Protocol):
@@ -32,6 +35,14 @@ class Tokenizer(Protocol):
 
         UsageError where the prompt's kind and the flag or the tokenizer do not go together, RequestRefused where this
         one prompt cannot be encoded.
+        """
+        ...
+
+    def follow(self, what: str | Messages, more: Variables = NONE) -> Tokens:
+        """int32: how a sequence goes on that an answer stands in. Text as it stands, without a begin token; chat
+        messages behind the end of the assistant's turn, up to where its next one begins.
+
+        UsageError where there is no template or it cannot be continued, RequestRefused where it refuses the messages.
         """
         ...
 
@@ -68,12 +79,22 @@ class HFTokenizer:
         messages = as_messages(prompt, chat_template)
         with self._lock:
             text = prompt if messages is None else self._render(messages, more)
-            try:
-                str(text).encode()
-            except UnicodeEncodeError as error:
-                raise RequestRefused(f"the prompt is not valid Unicode: {error}") from error
-            ids = self._tokenizer.encode(text, add_special_tokens=messages is None, verbose=False)
+            ids = self._tokenizer.encode(_valid(text), add_special_tokens=messages is None, verbose=False)
         return np.array(ids, np.int32)
+
+    def follow(self, what: str | Messages, more: Variables = NONE) -> Tokens:
+        with self._lock:
+            text = what if isinstance(what, str) else self._next_turn(what, more)
+            return np.array(self._tokenizer.encode(_valid(text), add_special_tokens=False, verbose=False), np.int32)
+
+    def _next_turn(self, messages: Messages, more: Variables) -> str:
+        _, found, rest = self._render([*BEFORE, *messages], more).rpartition(ANSWER)
+        if not found:
+            raise UsageError(
+                f"the chat template in {self._path} does not show an assistant's words as they are, so its text cannot "
+                "be continued; observe text instead of messages"
+            )
+        return rest
 
     def _render(self, messages: Messages, more: Variables) -> str:
         from jinja2 import TemplateError
@@ -99,6 +120,14 @@ class HFTokenizer:
         return text
 
 
+def _valid(text: str | Messages) -> str:
+    try:
+        str(text).encode()
+    except UnicodeEncodeError as error:
+        raise RequestRefused(f"the prompt is not valid Unicode: {error}") from error
+    return str(text)
+
+
 def _stop_token_ids(path: Path, own: int | None) -> tuple[int, ...]:
     """The tokenizer's end token and those of the model's configuration: chat models end turns with another one."""
     found: set[int] = set() if own is None else {own}
@@ -116,11 +145,18 @@ class ByteTokenizer:
 
     def encode(self, prompt: str | Messages, chat_template: bool, more: Variables = NONE) -> Tokens:
         messages = as_messages(prompt, chat_template)
-        if messages is None:
-            text = str(prompt)
-        else:
-            text = "".join(f"{m.get('role')}: {m.get('content')}\n" for m in messages) + "assistant: "
-        return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int32)
+        return _bytes(str(prompt) if messages is None else _lines(messages))
+
+    def follow(self, what: str | Messages, more: Variables = NONE) -> Tokens:
+        return _bytes(what if isinstance(what, str) else "\n" + _lines(what))
 
     def decode(self, tokens: Tokens) -> str:
         return bytes(token for token in tokens.tolist() if token != 0).decode("utf-8", "replace")
+
+
+def _lines(messages: Messages) -> str:
+    return "".join(f"{m.get('role')}: {m.get('content')}\n" for m in messages) + "assistant: "
+
+
+def _bytes(text: str) -> Tokens:
+    return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int32)

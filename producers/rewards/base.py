@@ -7,6 +7,7 @@ import math
 import numbers
 import reprlib
 from collections.abc import Coroutine, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -33,6 +34,8 @@ class RewardInput:
     index: int
     "of the sample in its group, from 0"
     prompt_id: int
+    sample_metadata: dict[str, Any] = field(default_factory=dict)
+    "what a generate function passed on"
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,14 @@ class Scorer(Protocol):
 def reward_input(prompt: Prompt, sample: Sample) -> RewardInput:
     record = prompt.fields
     return RewardInput(
-        record["prompt"], record["label"], record["metadata"], sample.text, sample.status, sample.index, prompt.id
+        record["prompt"],
+        record["label"],
+        record["metadata"],
+        sample.text,
+        sample.status,
+        sample.index,
+        prompt.id,
+        deepcopy(sample.metadata),
     )
 
 
