@@ -177,8 +177,8 @@ def fate(pid: int) -> int | str:
 def serve() -> None:
     """Forks and waits as it is told, a line at a time."""
     for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps(fork(asked) if isinstance(asked, dict) else fate(asked)), flush=True)
+        serial, asked = json.loads(line)
+        print(json.dumps([serial, fork(asked) if isinstance(asked, dict) else fate(asked)]), flush=True)
 
 
 # -- the test's side
@@ -190,6 +190,7 @@ class Forge:
     def __init__(self, url: str, folder: Path) -> None:
         self.folder = folder
         "its working folder, and where its output goes"
+        self.serial = 0
         clean = {name: value for name, value in os.environ.items() if not name.startswith("MILLPOND_")}
         with (folder / "forge.out").open("wb") as output:
             self.process = subprocess.Popen(
@@ -205,9 +206,13 @@ class Forge:
     def ask(self, what: Any) -> Any:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(what) + "\n")
+        self.serial += 1
+        self.process.stdin.write(json.dumps([self.serial, what]) + "\n")
         self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        answered = 0
+        while answered < self.serial:  # a test that ran out of time may have left an answer behind
+            answered, answer = json.loads(self.process.stdout.readline())
+        return answer
 
     def close(self) -> None:
         self.process.communicate()

@@ -139,7 +139,7 @@ def finish(forge: Forge, rig: Rig, folder: Path, rows: int, mode: tuple[object, 
 
 
 def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
 
 
 @pytest.mark.parametrize(("mode", "stride"), [("one step off", 4), *(slow(mode, 1) for mode in MODES)])
@@ -258,14 +258,13 @@ def points(labels: list[str], stride: int) -> list[int]:
 def test_a_trainer_that_was_replaced_before_any_touch_wakes_up_and_changes_nothing(
     stride: int, forge: Forge, real: Rig, tmp_path: Path
 ) -> None:
-    rows = 60 if stride > 1 else 1400
-    with world(forge, real, tmp_path, 2 * rows) as trainers:
+    rows = 3000  # more than can be trained on
+    with world(forge, real, tmp_path, rows) as trainers:
         assert trainers.start(*ASYNC, "--num-rollout", 4).fate() == 0
-    with world(forge, real, tmp_path, 2 * rows) as trainers:
+    with world(forge, real, tmp_path, rows) as trainers:
         assert trainers.start(*ASYNC, *GO_ON, "--num-rollout", 8).fate() == 0
         at = points(trainers.labels(), stride)
-    print(at)
-    with world(forge, real, tmp_path, 2 * rows) as trainers:
+    with world(forge, real, tmp_path, rows) as trainers:
         for n in at:
             zombie = trainers.start(*ASYNC, *GO_ON, at=n, number=signal.SIGSTOP)
             assert zombie.fate() == STOPPED
