@@ -54,7 +54,7 @@ class Secure:
 def granted() -> list[str]:
     """The rights that docs/redis-cli.md says suffice."""
     guide = (ROOT / "docs" / "redis-cli.md").read_text()
-    found = re.search(r"ACL SETUSER millpond (.*)", guide)
+    found = re.search(r"ACL SETUSER millpond ((.*\\\n)*.*)", guide)
     assert found
     return shlex.split(found[1].replace(">PASSWORD", ""))
 
