@@ -98,6 +98,11 @@ def _children(pid: int) -> list[int]:
         return []
 
 
+def family(pid: int) -> list[int]:
+    """A process and all below it, the youngest first."""
+    return [*(one for child in _children(pid) for one in family(child)), pid]
+
+
 def _command(pid: int) -> list[str]:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().split("\0")

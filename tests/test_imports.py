@@ -17,7 +17,14 @@ MAY_IMPORT = {
     "consumers": {"consumers", "pipeline"},
     "trainer": {"trainer", "consumers", "pipeline"},
 }
-FILES = [path.relative_to(ROOT) for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
+SHIM = ROOT / "producers" / "sglang_cpu" / "shim"
+"Of another environment: what SGLang lacks on a CPU."
+FILES = [
+    path.relative_to(ROOT)
+    for package in MAY_IMPORT
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if not path.is_relative_to(SHIM)
+]
 FINDS_MODULES_BY_NAME = {Path("pipeline/cli.py"), Path("pipeline/code.py")}
 "The dispatcher, and what loads the user's own functions. The supervisor starts the others as processes."
 

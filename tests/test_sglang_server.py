@@ -1,0 +1,282 @@
+"""The unmodified SGLang server on CPUs: what the contract's tests imagine is held against it. At most two starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from processes import PATIENT, Stage, Started, audited, contiguous, eventually, family, steps
+from test_sglang_wire import BODIES
+
+from pipeline.errors import UsageError
+from pipeline.types import Policy
+from producers.engines.base import Completion, Request, Sampling
+from producers.engines.sglang import SGLangEngine
+from producers.engines.sglang_pool import Servers
+from producers.sglang_cpu.serve import ServeConfig, environment
+from trainer import demo_model
+
+T = TypeVar("T")
+KEY = "sk-heron"
+VENV = Path(os.environ.get("MILLPOND_SGLANG_VENV", ServeConfig().sglang_venv)).expanduser()
+READY = 240.0
+"seconds a start may take"
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class Server:
+    """One real server with an API key, and the folders it was and can be loaded from."""
+
+    def __init__(self, stage: Stage, folder: Path) -> None:
+        self.stage, self.folder = stage, folder
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.models = [folder / f"model-{n}" for n in range(4)]
+        for seed, model in enumerate(self.models):
+            demo_model.make(model, seed)
+            edited(model / "config.json", eos_token_id=None, max_position_embeddings=512)
+            edited(model / "generation_config.json", eos_token_id=None)
+            edited(model / "tokenizer_config.json", eos_token=None)
+        self.task = folder / "task"
+        demo_model.make(self.task, 0)
+        self.process = self.start()
+
+    def start(self) -> Started:
+        started = self.stage.millpond(
+            *("sglang", "--hf-checkpoint", self.models[0], "--port", self.port),
+            MILLPOND_ENGINE_API_KEY=KEY,
+            MILLPOND_SGLANG_VENV=str(VENV),
+        )
+        eventually(lambda: started.process.poll() is not None or self.answers(), "a server", READY)
+        assert started.process.poll() is None, started.said()[-5000:]
+        return started
+
+    def answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=30) as reply:
+                return bool(reply.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def kill(self) -> None:
+        """With its children; a server is a family of processes."""
+        for pid in family(self.process.process.pid):
+            os.kill(pid, signal.SIGKILL)
+        self.process.process.wait()
+
+    def engine(self, key: str = KEY, mode: str = "retract") -> SGLangEngine:
+        return SGLangEngine(self.models[0], Servers((self.url,), key=key), mode, 60.0)
+
+    def policy(self, version: int) -> Policy:
+        return Policy(version, str(self.models[version % 4]), "hf", "digest", 0, time.time())
+
+
+def edited(path: Path, **changes: Any) -> None:
+    """What ends an answer is each request's to say, and some answers here are long."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def installed() -> None:
+    if not (VENV / "complete").exists():
+        why = f"there is no SGLang in {VENV}: `millpond sglang --install` makes it"
+        (pytest.fail if "MILLPOND_CI" in os.environ else pytest.skip)(why)
+
+
+@pytest.fixture(scope="module")
+def server(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("sglang")
+    with Stage(folder) as stage:
+        found = Server(stage, folder)
+        yield found
+        found.process.kill(15)
+        found.process.wait(60)
+
+
+def request(n: int, limit: int, temperature: float = 1.0) -> Request:
+    tokens = np.array([13 + n % 3, 3 + n % 7, 4, 5, 9], dtype=np.int32)
+    return Request(f"{n:032x}", tokens, Sampling(limit, temperature, ()), n)
+
+
+async def opened(engine: SGLangEngine, policy: Policy) -> SGLangEngine:
+    await engine.start()
+    await engine.load(policy)
+    return engine
+
+
+def do(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(coroutine)
+
+
+def by_transformers(model: Path, asked: Request, done: Completion) -> np.ndarray[Any, Any]:
+    """The log-probability of each sampled token."""
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.from_numpy(np.concatenate((asked.tokens, done.tokens))).long()
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()(input_ids=ids[None]).logits[0]
+    logs = (logits / asked.sampling.temperature).log_softmax(-1)[len(asked.tokens) - 1 : -1]
+    return logs.gather(1, ids[len(asked.tokens) :, None])[:, 0].numpy()
+
+
+def test_what_a_wrong_key_is_told_names_the_option(server: Server) -> None:
+    with pytest.raises(UsageError, match="--engine-api-key"):
+        do(opened(server.engine(key="sk-magpie"), server.policy(1)))
+
+
+def test_log_probabilities_are_those_of_transformers_under_the_weights_that_were_loaded(server: Server) -> None:
+    asked = [request(n, 12, temperature) for n, temperature in enumerate((1.0, 0.7, 1.3))]
+
+    async def go() -> list[Completion]:
+        engine = await opened(server.engine(), server.policy(1))
+        try:
+            return [*await asyncio.gather(*map(engine.generate, asked))]
+        finally:
+            await engine.close()
+
+    for one, done in zip(asked, do(go()), strict=True):
+        assert len(done.tokens) == 12
+        assert {span.version for span in done.versions} == {1}
+        assert np.abs(by_transformers(server.models[1], one, done) - done.logprobs).max() < 1e-4
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_requests_in_flight_survive_an_update_and_carry_both_versions(server: Server, mode: str) -> None:
+    async def go() -> list[Completion]:
+        engine = await opened(server.engine(mode=mode), server.policy(4))
+        try:
+            running = [asyncio.create_task(engine.generate(request(n, 200))) for n in range(16)]
+            await asyncio.sleep(0.3)
+            await engine.load(server.policy(5))
+            return [*await asyncio.gather(*running)]
+        finally:
+            await engine.close()
+
+    done = do(go())
+    assert [len(one.tokens) for one in done] == [200] * 16
+    spans = [[span.version for span in one.versions] for one in done]
+    assert sum(found == [4, 5] for found in spans) >= 1
+    assert all(found in ([4], [5], [4, 5]) for found in spans)
+
+
+def test_an_abort_ends_a_request_with_what_it_has_and_no_other(server: Server) -> None:
+    async def go() -> tuple[Completion, Completion]:
+        engine = await opened(server.engine(), server.policy(6))
+        try:
+            first, other = (asyncio.create_task(engine.generate(request(n, 400))) for n in (1, 16))
+            await asyncio.sleep(0.3)
+            await engine.abort(request(1, 400).rid)
+            return await first, await other
+        finally:
+            await engine.close()
+
+    aborted, whole = do(go())
+    assert aborted.finish == "abort"
+    assert len(aborted.tokens) == len(aborted.logprobs) < 400
+    assert len(whole.tokens) == 400
+
+
+def test_who_comes_late_serves_nothing_before_it_has_the_current_weights(server: Server) -> None:
+    """The server still has what others loaded before."""
+
+    async def go() -> Completion:
+        engine = server.engine()
+        await engine.start()
+        assert engine.version is None
+        await engine.load(server.policy(7))
+        done = await engine.generate(request(2, 8))
+        await engine.close()
+        return done
+
+    done = do(go())
+    assert {span.version for span in done.versions} == {7}
+    assert np.abs(by_transformers(server.models[3], request(2, 8), done) - done.logprobs).max() < 1e-4
+
+
+def run_of(stage: Stage, server: Server, out: Path, *more: object) -> Started:
+    return stage.millpond(
+        *("run", "--out", out, "--engine", "sglang", "--engine-url", server.url),
+        *("--hf-checkpoint", server.task, "--device", "cpu", *PATIENT, *more),
+        MILLPOND_ENGINE_API_KEY=KEY,
+    )
+
+
+def test_the_default_task_is_learned_from_a_real_server(server: Server, tmp_path: Path) -> None:
+    from producers.demo import write_prompts
+
+    out, data = tmp_path / "run", write_prompts(tmp_path / "demo.jsonl", 1)
+    rules = ("--rm-type", "positions", "--lr", "1e-3", "--lr-warmup-iters", "10", "--adam-beta2", "0.99")
+    with Stage(tmp_path) as stage:
+        run = run_of(
+            *(stage, server, out, "--prompt-data", data, "--rollout-shuffle", "--num-rollout", "60", *rules),
+            *("--entropy-coef", "0.02", "--eps-clip-high", "0.28", "--rollout-max-response-len", "5"),
+        )
+        run.ends(0, seconds=400)
+        places = audited(stage, out)
+    lines = steps(out)
+    assert contiguous(lines) == 60
+    assert places["committed"] == 60 * 32
+    rewards = [line["rollout/raw_reward"] for line in lines]
+    assert fmean(rewards[-5:]) > fmean(rewards[:5]) + 0.2
+    assert max(line["rollout/fully_async/max_staleness"] for line in lines) > 0
+    assert max(line["train/train_rollout_logprob_abs_diff"] for line in lines) < 0.5
+
+
+def test_a_run_outlives_its_server_and_goes_on_with_the_next(server: Server, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"input": "A:{n:04d}=", "label": "{n:04d}"}}\n' for n in range(320)))
+    with Stage(tmp_path) as stage:
+        run = run_of(
+            *(stage, server, out, "--prompt-data", rows, "--num-epoch", "1", "--rm-type", "positions"),
+            *("--rollout-batch-size", "8", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "5"),
+        )
+        eventually(lambda: len(steps(out)) >= 3, "three steps")
+        server.kill()
+        server.process = server.start()
+        run.ends(0, seconds=240)
+        places = audited(stage, out)
+    assert places == {**dict.fromkeys(places, 0), "committed": 320}
+    assert contiguous(steps(out)) == 40
+
+
+def test_the_servers_own_classes_take_every_body(installed: None) -> None:
+    """All but the flush, which has none."""
+    ours = [(path, body) for path, body in BODIES if body is not None and path != "/flush_cache"]
+    bodies = [*ours, ("/generate", {**BODIES[0][1], "sampling_params": {"temprature": 1}})]
+    done = subprocess.run(
+        [str(VENV / "bin" / "python"), str(Path(__file__).with_name("sglang_own_classes.py"))],
+        env=environment(ServeConfig()),
+        input=json.dumps(bodies),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (said,) = [line.removeprefix("SAID ") for line in done.stdout.splitlines() if line.startswith("SAID ")]
+    *good, bad = json.loads(said)
+    assert [(path, unknown, error) for path, unknown, error in good if unknown or error] == []
+    assert len(good) == len(ours) > 5
+    assert "temprature" in bad[2]
