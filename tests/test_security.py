@@ -56,7 +56,7 @@ def granted() -> list[str]:
     guide = (ROOT / "docs" / "redis-cli.md").read_text()
     found = re.search(r"ACL SETUSER millpond ((.*\\\n)*.*)", guide)
     assert found
-    return shlex.split(found[1].replace(">PASSWORD", ""))
+    return shlex.split(found[1].replace("\\\n", " ").replace(">PASSWORD", ""))
 
 
 @contextmanager
