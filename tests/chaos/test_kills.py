@@ -61,7 +61,7 @@ def test_a_redis_that_is_killed_while_it_starts_again_is_started_once_more(tmp_p
         os.kill(scene.pid("redis") or 0, signal.SIGKILL)
         end = time.monotonic() + 60
         while not (born := set(scene.children()) - before):
-            assert time.monotonic() < end
+            assert time.monotonic() < end, "no other Redis"
         os.kill(born.pop(), signal.SIGKILL)
         said = scene.run.ends(0)
         found, _ = scene.finish()
