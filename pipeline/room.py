@@ -47,5 +47,5 @@ def lag(version: int | None, current: int, lineage: Sequence[tuple[int, int]] = 
 
 
 def given_up(version: int | None, current: int, lineage: Sequence[tuple[int, int]]) -> bool:
-    """Whether `version` belongs to a branch that was discarded at a resume: that its groups are old is not their fault."""
+    """Whether `version` is of a branch that was discarded at a resume: that its groups are old is not their fault."""
     return version is not None and any(r < version < published <= current for published, r in lineage)
