@@ -191,7 +191,7 @@ class Outage:
             await asyncio.sleep(self._pause())
             try:
                 if isinstance(self.cause, ReadOnlyError):
-                    await client.connection_pool.disconnect()
+                    await client.connection_pool.disconnect(inuse_connections=False)
                 await client.ping()
             except RedisError as error:
                 if not passing(error):

@@ -184,7 +184,7 @@ def test_a_redis_that_refuses_writes_is_told_of_once_with_what_helps_and_waited_
         verbs += [threads.submit(trainer.renew, why="x")] if refusal != "memory" else []
         eventually(lambda: len(told(caplog, "away", help)) == len(verbs), "all are told")
         time.sleep(1)
-        assert not any(verb.done() for verb in verbs)
+        assert [verb.exception() for verb in verbs if verb.done()] == []
         heal()
         assert [verb.result() for verb in verbs[:2]] == [["pushed"] * 3, 5]
     assert len(told(caplog, "away")) == len(told(caplog, "back")) == len(verbs)
