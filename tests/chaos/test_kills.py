@@ -26,10 +26,10 @@ def test_a_trainer_that_was_replaced_wakes_up_and_changes_nothing(redis_url: str
             lambda: run.broker.state()["epoch"] == "2" and run.broker.state()["status"] == "running", "a takeover"
         )
         first.kill(signal.SIGCONT)
-        assert "has been taken over by" in first.ends(4, seconds=20)
+        assert "has been taken over by" in first.ends(4)
         run.audit()
         for process in (second, feeder, generator):
-            process.ends(0)
+            process.ends(0, seconds=240)
         found = run.audit()
     assert found.places["committed"] + found.places["dead"] == 120
     lines = steps(run.out)
@@ -48,8 +48,8 @@ def test_nothing_outlives_a_killed_supervisor_and_the_run_goes_on(tmp_path: Path
         left = [*run.children().values(), server_of(out)]
         assert len(left) == 4
         run.kill()
-        eventually(lambda: not any(map(alive, left)), "the end of its children and of Redis", seconds=15)
-        stage.millpond("run", "--resume", "--out", out).ends(0)
+        eventually(lambda: not any(map(alive, left)), "the end of its children and of Redis")
+        stage.millpond("run", "--resume", "--out", out).ends(0, seconds=240)
         assert audited(stage, out)["committed"] == 120
     assert contiguous(steps(out)) == 30
 
@@ -63,7 +63,7 @@ def test_a_redis_that_is_killed_while_it_starts_again_is_started_once_more(tmp_p
         while not (born := set(scene.children()) - before):
             assert time.monotonic() < end, "no other Redis"
         os.kill(born.pop(), signal.SIGKILL)
-        said = scene.run.ends(0)
+        said = scene.run.ends(0, seconds=240)
         found, _ = scene.finish()
     assert "the embedded Redis was killed; it is started again (2)" in said
     assert found.holds
