@@ -7,7 +7,7 @@ user's, one of ours does it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class Play:
 
     name: str
     "dotted path, for messages"
-    function: Callable[[Episode], Awaitable[Any]]
+    function: Callable[[Episode], Coroutine[Any, Any, Any]]
 
 
 async def once(episode: Episode) -> Trace:

@@ -7,11 +7,11 @@ in the engine, as soon as its function is, or its sample is cancelled.
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from pipeline.types import Prompt, Tokens
 from producers.engines.base import Completion, Request, Sampling
 from producers.tokens import Messages, Tokenizer
 from producers.trace import Ids, Trace, Turn, as_tokens
+
+log = logging.getLogger(__name__)
 
 AGAIN = 0.1
 "Seconds after which a task that was cancelled and goes on is cancelled again."
@@ -56,7 +58,6 @@ class Episode:
     _turn: int = 0
     _calls: set[asyncio.Task[Any]] = field(default_factory=set)
     "tasks that wait for the engine"
-    _owner: asyncio.Task[Any] | None = None
     _over: bool = False
     _failed: EngineError | None = None
 
@@ -116,7 +117,7 @@ class Episode:
         task = asyncio.current_task()
         if self._failed is not None:
             raise self._failed
-        if task is None or self._over or (self._owner and self._owner.cancelling()):
+        if task is None or self._over:
             raise asyncio.CancelledError("the sample is over")
         self._calls.add(task)
         try:
@@ -127,18 +128,28 @@ class Episode:
         finally:
             self._calls.discard(task)
 
-    async def __aenter__(self) -> Self:
-        self._owner = asyncio.current_task()
-        return self
+    async def run(self, function: Callable[[Episode], Coroutine[Any, Any, Any]]) -> Any:
+        """What `function` gives; when this ends, nothing of the sample is left in the engine.
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Nothing is left in the engine. Raises the engine's error, which a function may have taken for its own."""
-        self._over = True
-        while self._calls:
-            for task in self._calls:
-                task.cancel()
-            await asyncio.wait(self._calls, timeout=AGAIN)
-        if self._failed is not None and not (self._owner and self._owner.cancelling()):
+        The function has a task of its own: a cancel of ours cannot be mistaken there for one of its own making, which
+        task groups leave behind (python/cpython#116720), nor be lost in it.
+        """
+        task = asyncio.ensure_future(function(self))
+        try:
+            await asyncio.wait([task])
+        finally:
+            self._over = True
+            await self._end(task)
+        if self._failed is not None:
             raise self._failed
+        return task.result()
+
+    async def _end(self, task: asyncio.Task[Any]) -> None:
+        told = task.done()
+        while pending := [one for one in (task, *self._calls) if not one.done()]:
+            for one in pending:
+                one.cancel()
+            await asyncio.wait(pending, timeout=AGAIN)
+        if not task.cancelled() and (error := task.exception()) and not told:
+            where = f"prompt {self.prompt.id}, sample {self.index}"
+            log.warning("%s: its generate function raised while it was cancelled", where, exc_info=error)

@@ -110,11 +110,10 @@ class Maker:
             partial(self._send, progress, f"prompt {prompt.id}, sample {index}"),
         )
 
-    async def _sample(self, begun: Episode, progress: Progress, poke: asyncio.Event) -> Sample:
-        where = f"prompt {begun.prompt.id}, sample {begun.index}"
+    async def _sample(self, episode: Episode, progress: Progress, poke: asyncio.Event) -> Sample:
+        where = f"prompt {episode.prompt.id}, sample {episode.index}"
         with _no_cancel(GenerateError(f"generate function {self.play.name}: {where}: cancelled from within")):
-            async with begun as episode:
-                value = await self.play.function(episode)
+            value = await episode.run(self.play.function)
         done = sample(value, episode, self.play.name)
         progress.running -= 1
         progress.finished += 1

@@ -25,6 +25,7 @@ from pipeline.modes import check, resolve_rollout
 from pipeline.replies import Lease
 from pipeline.types import ABORTED, COMPLETED, Group, Policy, Prompt, Sample, Sequence, Span
 from producers import feeder
+from producers.custom_generate import ONCE, Play
 from producers.engines.base import Completion, Engine, Request
 from producers.engines.echo import EchoEngine
 from producers.filters import Filter
@@ -160,8 +161,15 @@ class Hand(EchoEngine):
 # -- workers
 
 
-def maker_of(engine: Engine, rules: Agreed, scorer: Scorer | None = None, slots: int = 64, worker: str = "w1") -> Maker:
-    return Maker(engine, ByteTokenizer(), scorer or BuiltIn("length"), rules, worker, asyncio.Semaphore(slots))
+def maker_of(
+    engine: Engine,
+    rules: Agreed,
+    scorer: Scorer | None = None,
+    slots: int = 64,
+    worker: str = "w1",
+    play: Play = ONCE,
+) -> Maker:
+    return Maker(engine, ByteTokenizer(), scorer or BuiltIn("length"), rules, worker, asyncio.Semaphore(slots), play)
 
 
 @asynccontextmanager
@@ -173,13 +181,15 @@ async def hired(
     keep: Filter | None = None,
     scorer: Scorer | None = None,
     url: str = "",
+    play: Play = ONCE,
 ) -> AsyncIterator[Generator]:
     """A generator that is registered and does not run yet; it waits for a trainer."""
     broker = WorkerBroker(url or rig.url, rig.keys, name, patience=20)
     await until(lambda: rig.raw.exists(rig.keys["config"]))
     rules = await broker.agreed()
     assert rules is not None
-    generator = Generator(Worker(broker, maker_of(engine, rules, scorer, concurrency, name), keep), concurrency)
+    maker = maker_of(engine, rules, scorer, concurrency, name, play)
+    generator = Generator(Worker(broker, maker, keep), concurrency)
     await engine.start()
     await broker.register(generator.info())
     try:
