@@ -23,6 +23,7 @@ from producers.feeder import Feeder
 from producers.rewards.base import RewardInput
 from producers.sources import open_source
 
+torch = pytest.importorskip("torch")
 CUT = "so 😀".encode()[:-2]
 "A response that ends in the middle of a character."
 
@@ -40,7 +41,6 @@ class Scalars:
     """Rewards as numpy and torch have them."""
 
     async def score_group(self, inputs: list[RewardInput]) -> list[Any]:
-        torch = pytest.importorskip("torch")
         return [np.float32(0.5), torch.tensor(1)]
 
 

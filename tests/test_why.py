@@ -297,7 +297,7 @@ def test_a_list_that_is_full_because_the_trainer_died_is_the_trainers_fault(real
     real.raw.hset(real.keys["state"], "trainer_seen", real.now() - 2 * LIMIT)
     text, cause = asked(capsys, real, code=1)
     assert cause == "trainer gone"
-    assert text.startswith("It stands still: no trainer is alive: trainer is silent for 40 s (last: starting).")
+    assert text.startswith("It stands still: no trainer is alive: trainer is silent for 4")
     assert "the list is full" in text
 
 
@@ -306,7 +306,7 @@ def test_the_drain_says_when_it_waits_and_when_it_has_handed_over(real: Rig, cap
     feed(real, 4)
     queue(real, worker, 1)
     assert drain_of(trainer, 1).batch(Limit(1, (), 1)) is not None
-    assert "the trainer is busy training upon version 1, for 0 s" in asked(capsys, real, code=0)[0]
+    assert "the trainer is busy training upon version 1" in asked(capsys, real, code=0)[0]
 
 
 def test_a_list_that_is_full_of_bytes_is_said_to_be(real: Rig, capsys: Capture) -> None:
@@ -339,7 +339,7 @@ def test_silent_workers_and_those_that_left_are_told_apart(real: Rig, capsys: Ca
     queue(real, worker, 1)
     real.silence("w1", 3 * LIMIT)
     text, cause = asked(capsys, real, code=1)
-    assert (cause, "all generators are silent, the last for 60 s" in text) == ("workers silent", True)
+    assert (cause, "all generators are silent, the last for 6" in text) == ("workers silent", True)
     assert real.do(worker.leave())
     assert asked(capsys, real, code=1)[0].startswith("It stands still: no generator is there.")
 
@@ -366,7 +366,7 @@ def test_what_moves_between_two_looks_moves(real: Rig, capsys: Capture) -> None:
     queue(real, worker, 1)
     verdict = judge(before, why.look(trainer), False, 600.0)
     assert (verdict.name, verdict.moved) == ("moves", ["pushed"])
-    assert "It does not stand still: the last group came 0 s ago, the last publication" in verdict.sentence
+    assert "It does not stand still: the last group came" in verdict.sentence
 
 
 @pytest.fixture
@@ -430,7 +430,7 @@ def test_workers_that_load_or_whose_engine_is_away_say_so(real: Rig, capsys: Cap
     async def load() -> None:
         async with at_work(real, engine) as generator:
             await until(lambda: engine.loads)
-            assert "all generators load weights (version 1), for 0 s" in asked(capsys, real, code=0)[0]
+            assert "all generators load weights (version 1)" in asked(capsys, real, code=0)[0]
             engine.gate.set()
             await until(lambda: engine.prompts() == [0, 1])
             engine.fail(0, 0, EngineDown("connection refused"))
