@@ -56,7 +56,7 @@ class Cast(Parts):
     def begin(self) -> None:
         for name in self.commands:
             self.play(name)
-        eventually(self.committed, "a first commit", seconds=240)
+        eventually(lambda: self.going() and self.committed(), "a first commit", seconds=240)
 
     def held(self, fault: Fault) -> list[int]:
         if fault.kind != "generator killed" or "redis" in self.troubles.busy:

@@ -67,8 +67,10 @@ class Scene(Protocol):
 
 
 def witnessed(folder: Path) -> tuple[Path, dict[str, str]]:
-    """The folder of the witnesses' files, and the environment of the processes they look into."""
+    """The folder of the witnesses' files, and the environment of the processes they look into: the code is that beside
+    these tests."""
     seen = folder / "witness"
     seen.mkdir()
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     return seen, {"WITNESS": str(seen), "PYTHONPATH": path}

@@ -63,7 +63,7 @@ class Troupe(Stage):
 
     def begin(self) -> None:
         self.start("--max-restarts", "1000", *self.options)
-        eventually(lambda: len(steps(self.out)) >= 3, "three steps", seconds=240)
+        eventually(lambda: self.going() and len(steps(self.out)) >= 3, "three steps", seconds=240)
 
     def held(self, fault: Fault) -> list[int]:
         return []
