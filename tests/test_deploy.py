@@ -244,13 +244,10 @@ def test_several_gpus_are_ranks_of_the_same_command() -> None:
 
 
 @contextmanager
-def redis_service(folder: Path, password: str) -> Iterator[redis.Redis]:
-    """The service `redis` as it stands in the compose file, but for the place of its data and where it listens."""
-    spec = compose({**ENV, "REDIS_PASSWORD": password})
-    config, socket = folder / "valkey.conf", folder / "redis.sock"
-    config.write_text(spec["configs"]["valkey"]["content"].replace("dir /data\n", f"dir {folder}\n"))
-    program, path = spec["services"]["redis"]["command"]
-    assert (program, path) == ("valkey-server", spec["services"]["redis"]["configs"][0]["target"])
+def redis_service(folder: Path, password: str, where: str = "compose") -> Iterator[redis.Redis]:
+    """Redis as the compose file or the manifest has it, but for the place of its files and where it listens."""
+    socket, config = folder / "redis.sock", folder / "valkey.conf"
+    config.write_text(CONFIGS[where](folder, password))
     place = ["--port", "0", "--unixsocket", str(socket)]
     with (folder / "redis.out").open("wb") as output:
         server = subprocess.Popen([str(find_server()), str(config), *place], stdout=output, stderr=output)
@@ -264,11 +261,40 @@ def redis_service(folder: Path, password: str) -> Iterator[redis.Redis]:
         assert server.wait(60) == 0
 
 
-def test_the_redis_of_the_compose_file_is_one_that_millpond_takes(tmp_path: Path) -> None:
-    with redis_service(tmp_path, PASSWORD) as client:
+def _of_compose(folder: Path, password: str) -> str:
+    spec = compose({**ENV, "REDIS_PASSWORD": password})
+    (mounted,) = spec["services"]["redis"]["configs"]
+    assert spec["services"]["redis"]["command"] == ["valkey-server", mounted["target"]]
+    return here(spec["configs"][mounted["source"]]["content"], folder)
+
+
+def _of_the_manifest(folder: Path, password: str) -> str:
+    """What the first container writes is included by the file of the second."""
+    (first,) = (one for where, one in containers() if where == "StatefulSet redis: password")
+    program, *words = first["command"]
+    subprocess.run([program, *(here(w, folder) for w in words)], env={"REDIS_PASSWORD": password}, check=True)
+    return here(manifests()["ConfigMap redis"]["data"]["valkey.conf"], folder)
+
+
+CONFIGS = {"compose": _of_compose, "k8s": _of_the_manifest}
+
+
+def here(text: str, folder: Path) -> str:
+    """With the test's folders for the containers'."""
+    for name, mine in {"/data": folder / "data", "/runs": folder / "runs", "/run/valkey": folder}.items():
+        mine.mkdir(exist_ok=True)
+        text = re.sub(rf"(?<![\w/]){name}(?=/|$|\n|\")", str(mine), text)
+    return text
+
+
+@pytest.mark.parametrize("where", CONFIGS)
+def test_the_redis_that_is_deployed_is_one_that_millpond_takes(where: str, tmp_path: Path) -> None:
+    with redis_service(tmp_path, PASSWORD, where) as client:
         assert verify(client) == []
         assert client.config_get("maxmemory") == {"maxmemory": str(4 << 30)}
         assert client.config_get("save") == {"save": ""}
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(unix_socket_path=str(tmp_path / "redis.sock")).ping()
 
 
 class Deployed(Stage):
@@ -277,14 +303,11 @@ class Deployed(Stage):
     def __init__(self, folder: Path, env: dict[str, str]) -> None:
         super().__init__(folder)
         self.env = env
-        for name in ("data", "runs"):
-            (folder / name).mkdir()
 
     def here(self, text: str) -> str:
-        for name in ("data", "runs"):
-            text = re.sub(rf"(?<![\w/])/{name}(?=/|$)", str(self.folder / name), text)
         password = self.env["REDIS_PASSWORD"]
-        return text.replace(f"redis://:{password}@redis:6379", f"unix://:{password}@{self.folder}/redis.sock")
+        text = text.replace(f"redis://:{password}@redis:6379", f"unix://:{password}@{self.folder}/redis.sock")
+        return here(text, self.folder)
 
     def service(self, name: str, **changed: str) -> Started:
         one = services({**self.env, **changed})[name]
