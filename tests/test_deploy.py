@@ -334,6 +334,7 @@ def ready(broker: Broker) -> int:
     return sum(json.loads(info)["ready"] for info in broker.client.hvals(broker.keys["workers:info"]))
 
 
+@pytest.mark.timeout(900)
 def test_the_cpu_profile_runs_stops_when_told_and_goes_on_with_the_same_commands(tmp_path: Path) -> None:
     """`docker compose up --scale generator=2`, `stop`, `up`, with a generator less."""
     env = {**EXAMPLE, **SMALL, "REDIS_PASSWORD": secrets.token_hex(16), "MILLPOND_NUM_ROLLOUT": "100000"}
@@ -343,15 +344,15 @@ def test_the_cpu_profile_runs_stops_when_told_and_goes_on_with_the_same_commands
         broker = Broker(stage.here(services(env)["feeder"].env["MILLPOND_REDIS_URL"]), Keys("demo"), "test", 30)
         with closing(broker):
             first = [stage.service(name) for name in names]
-            eventually(lambda: len(steps(out)) >= 2, "two steps", 120)
-            eventually(lambda: ready(broker) == 2, "both generators", 120)
+            eventually(lambda: len(steps(out)) >= 2, "two steps", 200)
+            eventually(lambda: ready(broker) == 2, "both generators", 200)
             for process in first:
                 process.kill(signal.SIGTERM)
             assert [process.wait() for process in first] == [0, 0, 0, 130]
             holds(audit(broker))
             done = contiguous(steps(out))
             more = [stage.service(name, MILLPOND_NUM_ROLLOUT=str(done + 2)) for name in dict.fromkeys(names)]
-            assert [process.wait(120) for process in more] == [0, 0, 0]
+            assert [process.wait(200) for process in more] == [0, 0, 0]
             assert contiguous(steps(out)) == done + 2
             assert holds(audit(broker)).places["committed"] == 4 * (done + 2)
     said = "".join(process.said() for process in stage.started)
