@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.errors import EngineError
+from pipeline.errors import EngineError, RequestRefused
 from pipeline.types import Prompt, Tokens
 from producers.engines.base import Completion, Request, Sampling
 from producers.tokens import Messages, Tokenizer
@@ -23,6 +23,10 @@ from producers.trace import Ids, Trace, Turn, as_tokens
 
 log = logging.getLogger(__name__)
 
+CUT = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "length", ())
+"What there is where the context has no room."
+KEPT = 8
+"Tokens of the context that an engine may keep to itself: what it refuses so close to the end, after a first turn, has no room."
 AGAIN = 0.1
 "Seconds after which a task that was cancelled and goes on is cancelled again."
 
@@ -98,10 +102,10 @@ class Episode:
         room = self.bounds.context_length - len(sent)
         if room < 1:
             await asyncio.sleep(0)  # a function that does not look may ask for ever
-            none = np.zeros(0, np.int32)
-            return Turn(none, none.astype(np.float32), "length", (), sent, "")
-        sampling = replace(self.sampling, max_new_tokens=min(limit, self.sampling.max_new_tokens, room))
-        done = await self._called(Request(uuid.uuid4().hex, sent, sampling, self._seeds(number)))
+            done = CUT
+        else:
+            sampling = replace(self.sampling, max_new_tokens=min(limit, self.sampling.max_new_tokens, room))
+            done = await self._called(Request(uuid.uuid4().hex, sent, sampling, self._seeds(number)))
         text = self.tokenizer.decode(done.tokens)
         return Turn(done.tokens, done.logprobs, done.finish, done.versions, sent, text)
 
@@ -123,6 +127,9 @@ class Episode:
         try:
             return await self._send(request)
         except EngineError as error:
+            room = self.bounds.context_length - len(request.tokens)
+            if isinstance(error, RequestRefused) and room <= KEPT and self._turn > 1:
+                return CUT
             self._failed = self._failed or error
             raise
         finally:

@@ -245,6 +245,21 @@ def test_turns_fill_the_context_and_then_one_is_empty(context: int, sampled: int
         assert (sample.status, sequence.loss_mask.sum()) == (TRUNCATED, sampled)
 
 
+def test_an_engine_that_keeps_the_end_of_its_context_to_itself_cuts_an_episode_short() -> None:
+    class Keeps(Table):
+        async def generate(self, request: Request) -> Completion:
+            if self.context_length - len(request.tokens) < 7:
+                raise RequestRefused("too long")
+            return await super().generate(request)
+
+    for context, sampled in ((14, 4), (15, 8)):
+        for sample in made(two_turns, Keeps(context=context)).samples:
+            assert sample.sequences[0].loss_mask.sum() == sampled
+            assert sample.status == (TRUNCATED if sampled == 4 else COMPLETED)
+    with pytest.raises(RequestRefused, match="too long"):
+        made(two_turns, Keeps(context=8))
+
+
 def test_a_prompt_that_fills_the_context_is_refused_before_its_function_sees_it() -> None:
     async def never(episode: Episode) -> Trace:
         raise AssertionError

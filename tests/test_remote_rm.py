@@ -78,6 +78,7 @@ def test_a_judge_is_sent_the_answer_with_its_prompt_and_label() -> None:
         "status": "completed",
         "index": 1,
         "prompt_id": 7,
+        "sample_metadata": {},
     }
 
 

@@ -1,6 +1,6 @@
 """A judge elsewhere: `--rm-type remote_rm` posts each answer to --rm-url and takes what comes back for its reward.
 
-Sent, as JSON: `prompt`, `response` and `label`, as slime does, and `metadata`, `status`, `index`, `prompt_id`. Expected
+Sent, as JSON: `prompt`, `response` and `label`, as slime does, and `metadata`, `status`, `index`, `prompt_id`, `sample_metadata`. Expected
 with status 200: a number, a bool, null (unscored), or a map in which --reward-key (default `score`) names one of them.
 
 An outage (no answer in time, no connection, any other status) is sat out: asked again, ever less often, until
@@ -36,7 +36,7 @@ PAUSES = (0.5, 30.0)
 "Seconds between tries: the first, the longest; doubled from one to the next."
 REFUSED = (400, 413, 422)
 "Statuses that say something about this one answer."
-SENT = ("prompt", "response", "label", "metadata", "status", "index", "prompt_id")
+SENT = ("prompt", "response", "label", "metadata", "status", "index", "prompt_id", "sample_metadata")
 
 
 class Outage(Exception):
