@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 CUT = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "length", ())
 "What there is where the context has no room."
 KEPT = 8
-"Tokens of the context that an engine may keep to itself: what it refuses so close to the end, after a first turn, has no room."
+"Tokens of the context that an engine may keep to itself: what it refuses there, after a first turn, has no room."
 AGAIN = 0.1
 "Seconds after which a task that was cancelled and goes on is cancelled again."
 

@@ -1,7 +1,8 @@
 """A judge elsewhere: `--rm-type remote_rm` posts each answer to --rm-url and takes what comes back for its reward.
 
-Sent, as JSON: `prompt`, `response` and `label`, as slime does, and `metadata`, `status`, `index`, `prompt_id`, `sample_metadata`. Expected
-with status 200: a number, a bool, null (unscored), or a map in which --reward-key (default `score`) names one of them.
+Sent, as JSON: `prompt`, `response` and `label`, as slime does, and `metadata`, `status`, `index`, `prompt_id`,
+`sample_metadata`. Expected with status 200: a number, a bool, null (unscored), or a map in which --reward-key (default
+`score`) names one of them.
 
 An outage (no answer in time, no connection, any other status) is sat out: asked again, ever less often, until
 --rm-patience has passed; then the answer is unscored. What the judge refuses (400, 413, 422) is unscored at once. One
