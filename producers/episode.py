@@ -27,8 +27,8 @@ CUT = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "length", ())
 "What there is where the context has no room."
 KEPT = 8
 "Tokens of the context that an engine may keep to itself: what it refuses there, after a first turn, has no room."
-AGAIN = 0.1
-"Seconds after which a task that was cancelled and goes on is cancelled again."
+AGAIN = 2.0
+"Seconds that a cancelled function has to clean up before it is cancelled again."
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class Episode:
     async def run(self, function: Callable[[Episode], Coroutine[Any, Any, Any]]) -> Any:
         """What `function` gives; when this ends, nothing of the sample is left in the engine.
 
-        The function has a task of its own: a cancel of ours cannot be mistaken there for one of its own making, which
-        task groups leave behind (python/cpython#116720), nor be lost in it.
+        The function has a task of its own, so what it does with cancels there is not taken for ours, nor ours lost: a
+        task group that fails leaves its task marked as being cancelled (Python 3.11).
         """
         task = asyncio.ensure_future(function(self))
         try:
