@@ -27,10 +27,11 @@ from producers.trace import Trace
 
 
 class Game:
-    """Two turns with a tool between them, which a test lets return."""
+    """Turns with a tool between them, which a test lets return."""
 
-    def __init__(self) -> None:
-        self.tool = asyncio.Event()
+    def __init__(self, turns: int = 2) -> None:
+        self.turns = turns
+        self.tool = asyncio.Semaphore(0)
         self.waiting = 0
         "samples whose tool runs"
         self.cancelled = 0
@@ -39,23 +40,29 @@ class Game:
     async def play(self, episode: Episode) -> Trace:
         trace = episode.trace()
         await episode.turn(trace)
-        self.waiting += 1
-        try:
-            await self.tool.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        finally:
-            self.waiting -= 1
-        episode.observe(trace, "no")
-        await episode.turn(trace)
+        for _ in range(1, self.turns):
+            self.waiting += 1
+            try:
+                await self.tool.acquire()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+            finally:
+                self.waiting -= 1
+            episode.observe(trace, "no")
+            await episode.turn(trace)
         return trace
+
+    def go_on(self) -> None:
+        """Both samples of a group."""
+        self.tool.release()
+        self.tool.release()
 
 
 @contextlib.asynccontextmanager
-async def playing(rig: Rig, prompts: int = 1) -> AsyncIterator[tuple[Game, Table]]:
-    """A worker all of whose samples are at their tool; nothing is left in its engine."""
-    game, engine = Game(), Table()
+async def playing(rig: Rig, prompts: int = 1, turns: int = 2) -> AsyncIterator[tuple[Game, Table]]:
+    """A worker all of whose samples are at their first tool; nothing is left in its engine."""
+    game, engine = Game(turns), Table()
     feed(rig, prompts)
     async with at_work(rig, engine, play=Play("t.game", game.play)):
         await until(lambda: game.waiting == 2 * prompts)
@@ -70,7 +77,7 @@ def test_a_group_is_as_old_as_its_oldest_turn(real: Rig) -> None:
         async with playing(real) as (game, engine):
             trainer.publish(policy(2), [])
             await until(lambda: engine.version == 2)
-            game.tool.set()
+            game.go_on()
             await until(lambda: queued(real))
 
     real.do(go())
@@ -89,14 +96,17 @@ def test_a_group_whose_first_turn_is_too_old_is_cancelled_at_its_tool(real: Rig)
     trainer = real.trainer(max_weight_staleness=1)
 
     async def go() -> None:
-        async with playing(real) as (game, engine):
+        async with playing(real, turns=3) as (game, engine):
             trainer.publish(policy(2), [])
             await until(lambda: engine.version == 2)
-            assert (game.waiting, game.cancelled) == (2, 0)
+            game.go_on()
+            await until(lambda: len(engine.given) == 4 and game.waiting == 2)  # at the tool after its second turn
+            assert game.cancelled == 0
             trainer.publish(policy(3), [])
             await until(lambda: game.cancelled == 2)
             await until(lambda: game.waiting == 2)  # the next round
-            game.tool.set()
+            game.go_on()
+            game.go_on()
             await until(lambda: queued(real))
 
     real.do(go())
