@@ -30,6 +30,7 @@ from pipeline.keys import Keys
 from pipeline.types import Group
 from trainer import backends
 from trainer import cli as trainer_cli
+from trainer.backends.base import At
 from trainer.backends.echo import EchoBackend
 
 TOUCHES = {
@@ -103,11 +104,11 @@ class Recorder(EchoBackend):
         super().__init__(0.0)
         self.batches: list[list[int]] = []
 
-    def train(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+    def train(self, groups: Sequence[Group], step: int, at: At | None = None) -> dict[str, float]:
         if step != len(self.batches):
             raise ValueError(f"step {step} on weights of step {len(self.batches)}")
         self.batches.append([g.prompt.id for g in groups])
-        return super().train(groups, step)
+        return super().train(groups, step, at)
 
     def save_weights(self, folder: Path) -> None:
         (folder / "model.safetensors").write_text(json.dumps(self.batches))

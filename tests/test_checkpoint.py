@@ -19,7 +19,7 @@ from pipeline.ledger import Ledger, get_bit, set_bit
 from pipeline.types import Prompt
 from producers.engines.echo import EchoEngine
 from trainer import checkpoint
-from trainer.backends.base import Backend
+from trainer.backends.base import At, Backend
 from trainer.backends.echo import EchoBackend
 from trainer.checkpoint import Checkpoint
 from trainer.start import Beginning, begin
@@ -278,7 +278,7 @@ def test_a_resume_without_a_checkpoint_begins_again_and_loses_no_prompt(real: Ri
     feed(real, 9, ends=True)
 
     class Killed(EchoBackend):
-        def train(self, groups: object, step: int) -> dict[str, float]:
+        def train(self, groups: object, step: int, at: At | None = None) -> dict[str, float]:
             if step == 3:
                 raise KeyboardInterrupt
             return {}
@@ -300,7 +300,7 @@ def test_the_same_command_begins_a_run_and_goes_on_with_it(real: Rig, tmp_path: 
     same: dict[str, Any] = {"auto_resume": True, "take_over": True}
 
     class Killed(EchoBackend):
-        def train(self, groups: object, step: int) -> dict[str, float]:
+        def train(self, groups: object, step: int, at: At | None = None) -> dict[str, float]:
             if step == 4:
                 raise KeyboardInterrupt
             return {}
@@ -332,7 +332,7 @@ def test_a_resume_with_a_redis_that_lost_everything_feeds_again_all_that_was_not
     trained: list[int] = []
 
     class Watched(EchoBackend):
-        def train(self, groups: object, step: int) -> dict[str, float]:
+        def train(self, groups: object, step: int, at: At | None = None) -> dict[str, float]:
             trained.extend(g.prompt.id for g in groups)  # type: ignore[attr-defined]
             return {}
 

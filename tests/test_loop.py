@@ -18,6 +18,7 @@ from pipeline.fenced import TrainerBroker
 from pipeline.types import Group
 from producers.engines.echo import EchoEngine
 from trainer import checkpoint
+from trainer.backends.base import At
 from trainer.backends.echo import EchoBackend
 from trainer.weights import versions
 
@@ -37,11 +38,11 @@ class Watched(EchoBackend):
         "step -> (unsettled, committed, version) in Redis when it began"
         self.broker: TrainerBroker | None = None
 
-    def train(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+    def train(self, groups: Sequence[Group], step: int, at: At | None = None) -> dict[str, float]:
         self.batches.append([g.prompt.id for g in groups])
         if step in self.acts:
             self.acts[step]()
-        return super().train(groups, step)
+        return super().train(groups, step, at)
 
     @property
     def trained(self) -> list[int]:

@@ -22,6 +22,7 @@ from pipeline.keys import GROUP, NAMES
 from pipeline.server import EmbeddedServer
 from pipeline.types import Group
 from producers.engines.echo import EchoEngine
+from trainer.backends.base import At
 from trainer.backends.echo import EchoBackend
 
 
@@ -279,11 +280,11 @@ class Troubled(EchoBackend):
         self.troubles = list(troubles)
         self.trained: list[int] = []
 
-    def train(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+    def train(self, groups: Sequence[Group], step: int, at: At | None = None) -> dict[str, float]:
         self.trained += [g.prompt.id for g in groups]
         if self.troubles and step % 2:
             self.troubles.pop(0)()
-        return super().train(groups, step)
+        return super().train(groups, step, at)
 
 
 def goes_on(rig: Rig, folder: Path, troubles: Sequence[Callable[[], Any]]) -> None:

@@ -34,6 +34,7 @@ from pipeline.redis_folder import read
 from pipeline.server import EmbeddedServer
 from pipeline.types import Group
 from producers.engines.echo import EchoEngine
+from trainer.backends.base import At
 from trainer.backends.echo import EchoBackend
 
 AT_1 = Limit(1, (), 1)
@@ -80,9 +81,9 @@ class Remembers(EchoBackend):
         super().__init__(seconds)
         self.trained: list[int] = []
 
-    def train(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+    def train(self, groups: Sequence[Group], step: int, at: At | None = None) -> dict[str, float]:
         self.trained += [g.prompt.id for g in groups]
-        return super().train(groups, step)
+        return super().train(groups, step, at)
 
 
 def whole(

@@ -21,6 +21,7 @@ from pipeline.replies import Lease
 from pipeline.types import Group
 from producers import feeder
 from producers.engines.echo import EchoEngine
+from trainer.backends.base import At
 from trainer.backends.echo import EchoBackend
 from trainer.weights import versions
 
@@ -35,11 +36,11 @@ class Kept(EchoBackend):
         self.dies_at = dies_at
         self.batches: list[list[Group]] = []
 
-    def train(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+    def train(self, groups: Sequence[Group], step: int, at: At | None = None) -> dict[str, float]:
         if step == self.dies_at:
             raise KeyboardInterrupt
         self.batches.append(list(groups))
-        return super().train(groups, step)
+        return super().train(groups, step, at)
 
     def ids(self) -> list[int]:
         return [group.prompt.id for batch in self.batches for group in batch]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from trainer_groups import group, random_groups, sample, sequence
 
 from pipeline.config import TrainConfig
 from pipeline.errors import GroupError, MillpondError, UsageError, WeightsError
-from pipeline.types import Group
+from pipeline.types import Group, Span
 from trainer import demo_model
 from trainer.advantages import ESTIMATORS, grpo
 from trainer.backends import build, state
+from trainer.backends.base import At
 from trainer.backends.torch import TorchBackend
 
 
@@ -219,6 +221,52 @@ def test_the_figures_say_how_far_the_sampler_is_away(checkpoint: Path) -> None:
     assert metrics["train/train_rollout_logprob_abs_diff"] == pytest.approx(math.log(3.0), abs=1e-5)
     assert metrics["train/tis"] == pytest.approx(3.0, abs=1e-4)
     assert metrics["train/tis_clipfrac"] == 1
+
+
+def sampled(checkpoint: Path, *versions: int, shift: float = 0.0) -> list[Group]:
+    """Groups with the model's own log-probabilities, `shift` off; the sequence of sample n is of version n."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+    def told(q: Any, version: int) -> Any:
+        with torch.no_grad():
+            logprobs = plain_logprobs(model, q)[0].numpy() - np.float32(shift * (1 + version))
+        return replace(q, logprobs=logprobs, versions=(Span(version, 0, len(q.tokens)),))
+
+    return [
+        replace(g, samples=tuple(replace(s, sequences=(told(s.sequences[0], versions[s.index]),)) for s in g.samples))
+        for g in random_groups(3, len(versions))
+    ]
+
+
+def test_the_distance_from_the_sampler_is_told_by_the_tokens_age(checkpoint: Path) -> None:
+    groups = sampled(checkpoint, 7, 5, 5, 0, shift=0.01)
+    metrics = backend(checkpoint).train(groups, 0, At(7))
+    name = "train/train_rollout_logprob_abs_diff"
+    assert {k: v for k, v in metrics.items() if k.startswith(f"{name}/")} == {
+        f"{name}/staleness_0": pytest.approx(0.08, abs=1e-5),
+        f"{name}/staleness_2": pytest.approx(0.06, abs=1e-5),
+        f"{name}/staleness_7": pytest.approx(0.01, abs=1e-5),
+    }
+    assert not [k for k in backend(checkpoint).train(groups, 0) if k.startswith(f"{name}/")]
+    resumed = backend(checkpoint).train(groups, 0, At(9, ((9, 5),)))
+    assert f"{name}/staleness_2" in resumed  # version 7 of a branch that left from 5
+
+
+@pytest.mark.parametrize(
+    ("shift", "at", "warned"),
+    [(0.0, At(1), 0), (0.2, At(1), 1), (0.2, At(4), 0), (0.2, At(1, (), False), 0)],
+    ids=["the same", "another", "stale", "weights have moved since"],
+)
+def test_a_distance_that_is_no_staleness_is_warned_of_once(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, shift: float, at: At, warned: int
+) -> None:
+    trained = backend(checkpoint, lr=1e-9)
+    groups = sampled(checkpoint, 1, 1, 1, 1, shift=shift)
+    for step in range(3):
+        trained.train(groups, step, at)
+    assert caplog.text.count("which is no staleness") == warned
 
 
 def test_with_rollout_logprobs_as_the_old_policy_the_clip_acts_and_tis_does_not(checkpoint: Path) -> None:

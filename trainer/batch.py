@@ -7,7 +7,7 @@ causal attention no token sees the padding, so the model needs neither an attent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Positions = NDArray[np.int64]
 Floats = NDArray[np.float32]
+Age = Callable[[int | None], int | None]
+"weight version -> publications since; None is unknown"
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Row:
     "int32 [K]: the tokens trained on"
     logprobs: Logprobs
     "float32 [K]: what the sampler gave them"
+    ages: Positions
+    "int64 [K]: publications since each was sampled; -1 is unknown"
     advantages: Floats
     "float32 [K]; 0 until trainer.credit gives them"
     weight: float = 0.0
@@ -76,6 +80,8 @@ class Microbatch:
     "int64 [N]"
     logprobs: torch.Tensor
     "float32 [N]: the rollout's"
+    ages: torch.Tensor
+    "int64 [N]; -1 is unknown"
     advantages: torch.Tensor
     "float32 [N]"
     weights: torch.Tensor
@@ -86,11 +92,11 @@ class Microbatch:
     "[B]: prompt id, sample index and sequence index of each row"
 
     def to(self, device: torch.device) -> Microbatch:
-        names = ("input_ids", "predictors", "targets", "logprobs", "advantages", "weights", "lengths")
+        names = ("input_ids", "predictors", "targets", "logprobs", "ages", "advantages", "weights", "lengths")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
-def units(groups: Sequence[Group]) -> list[Unit]:
+def units(groups: Sequence[Group], age: Age = lambda version: None) -> list[Unit]:
     """One unit a sample, in the order of prompt id and sample index, whatever the order of `groups`.
 
     An aborted sample counts as unscored. A removed one (metadata `remove_sample`) is not trained on, but its reward
@@ -101,7 +107,7 @@ def units(groups: Sequence[Group]) -> list[Unit]:
         for sample in group.samples:
             score = None if sample.status == ABORTED else sample.reward
             keep = score is not None and not sample.metadata.get("remove_sample", False)
-            found.append(Unit((group.prompt.id, sample.index), score, _rows(sample) if keep else ()))
+            found.append(Unit((group.prompt.id, sample.index), score, _rows(sample, age) if keep else ()))
     return sorted(found, key=lambda u: u.id)
 
 
@@ -172,18 +178,22 @@ def _packed(minibatch: Sequence[Unit], budget: int) -> list[list[Placed]]:
     return found
 
 
-def _rows(sample: Sample) -> tuple[Row, ...]:
-    return tuple(_row(q) for q in sample.sequences if q.loss_mask.any())
+def _rows(sample: Sample, age: Age) -> tuple[Row, ...]:
+    return tuple(_row(q, age) for q in sample.sequences if q.loss_mask.any())
 
 
-def _row(trace: Trace) -> Row:
+def _row(trace: Trace, age: Age) -> Row:
     if len(trace.prompt_tokens) == 0:
         raise GroupError("a sequence without a prompt: nothing predicts its first token")
     trained = np.flatnonzero(trace.loss_mask)
     predictors = trained + (len(trace.prompt_tokens) - 1)
     inputs = np.concatenate((trace.prompt_tokens, trace.tokens))[: predictors[-1] + 1]
+    ages = np.full(len(trace.tokens), -1, dtype=np.int64)
+    for span in trace.versions:
+        found = age(span.version)
+        ages[span.start : span.end] = -1 if found is None else found
     nothing = np.zeros(len(trained), dtype=np.float32)
-    return Row(inputs, predictors, trace.tokens[trained], trace.logprobs[trained], nothing)
+    return Row(inputs, predictors, trace.tokens[trained], trace.logprobs[trained], ages[trained], nothing)
 
 
 def _stack(rows: Sequence[Placed]) -> Microbatch:
@@ -206,6 +216,7 @@ def _stack(rows: Sequence[Placed]) -> Microbatch:
         predictors=flat("predictors", np.int64) + torch.from_numpy(offsets),
         targets=flat("targets", np.int64),
         logprobs=flat("logprobs", np.float32),
+        ages=flat("ages", np.int64),
         advantages=flat("advantages", np.float32),
         weights=torch.from_numpy(np.repeat([row.weight for _, row in rows], counts).astype(np.float32)),
         lengths=torch.tensor(counts, dtype=torch.int64),

@@ -24,6 +24,7 @@ from trainer import backends
 from trainer.loop import Loop
 from trainer.report import Reporter
 from trainer.start import begin
+from trainer.trackers import Trackers
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +48,11 @@ def main(argv: list[str]) -> int:
     backend = backends.build(config, selection.tis)
     pulse = TrainerPulse(place.url, broker)
     pulse.start()
+    trackers = Trackers(config, place, folder)
     try:
         now = begin(config, broker, backend, folder)
-        report = Reporter(folder / "metrics.jsonl", broker, now.step)
+        report = Reporter(folder / "metrics.jsonl", broker, now.step, trackers)
+        trackers.start()
         drain = _drain(config, broker)
         Loop(config, broker, backend, folder, rollout, drain, report, selection.max_staleness, now).run()
     except (Fenced, RedisDown, Stopped, WorkerFailed, Starved):
@@ -59,6 +62,7 @@ def main(argv: list[str]) -> int:
             broker.finish("failed", f"the trainer failed: {type(error).__name__}: {error}"[:500])
         raise
     finally:
+        trackers.close()
         pulse.stop()
         backend.close()
         broker.close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import msgpack
 
 from pipeline.codec import decode, encode
 from pipeline.types import Group
-from trainer.backends.base import Backend
+from trainer.backends.base import At, Backend
 from trainer.ranks import Ranks
 
 
@@ -20,9 +21,10 @@ class Leader:
         self.own = own
         self.ranks = ranks
 
-    def train(self, groups: Sequence[Group], step: int) -> dict[str, float]:
-        self.ranks.tell({"do": "train", "step": step}, msgpack.packb([encode(group) for group in groups]))
-        return self.own.train(groups, step)
+    def train(self, groups: Sequence[Group], step: int, at: At | None = None) -> dict[str, float]:
+        told = {"do": "train", "step": step, "at": None if at is None else asdict(at)}
+        self.ranks.tell(told, msgpack.packb([encode(group) for group in groups]))
+        return self.own.train(groups, step, at)
 
     def save_weights(self, folder: Path) -> None:
         self._all("save_weights", folder, self.own.save_weights)
@@ -49,7 +51,8 @@ def follow(backend: Backend, ranks: Ranks) -> None:
         if verb == "close":
             return backend.close()
         if verb == "train":
-            backend.train([decode(m) for m in msgpack.unpackb(payload)], command["step"])
+            at = command["at"] and At(**command["at"])
+            backend.train([decode(m) for m in msgpack.unpackb(payload)], command["step"], at)
         else:
             {"save_weights": backend.save_weights, "save": backend.save, "load": backend.load}[verb](
                 Path(command["folder"])

@@ -19,7 +19,7 @@ from pipeline.errors import GroupError, Starved, Stopped, WorkerFailed
 from pipeline.fenced import TrainerBroker
 from pipeline.types import Policy
 from trainer import checkpoint, weights
-from trainer.backends.base import Backend
+from trainer.backends.base import At, Backend
 from trainer.report import Reporter
 from trainer.start import Beginning
 from trainer.workshop import Workshop
@@ -73,7 +73,8 @@ class Loop:
     def step(self, batch: Batch) -> None:
         """One batch into the weights, and the weights out to everyone."""
         began = time.monotonic()
-        figures = self.backend.train(batch.groups, self.now.step)
+        exact = self.config.update_weights_interval == 1
+        figures = self.backend.train(batch.groups, self.now.step, At(self.now.version, self.now.lineage, exact))
         trained = time.monotonic() - began
         self.now = replace(self.now, step=self.now.step + 1)
         if self.now.step % self.config.update_weights_interval == 0:

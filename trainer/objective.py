@@ -19,6 +19,9 @@ from trainer.credit import Penalties, credit
 from trainer.losses import Clip, Scored
 
 FIGURES = ("loss", "pg_loss", "entropy", "pg_clipfrac", "ppo_kl", "train_rollout_logprob_abs_diff")
+OLDEST = 15
+"the age that all older tokens count under"
+BY_AGE = "train/train_rollout_logprob_abs_diff/staleness_"
 WEIGHTED = ("loss", "pg_loss", "kl_loss")
 "figures that are means as the loss is one (--loss-aggregation); the others are means over tokens"
 
@@ -57,6 +60,11 @@ class Objective:
         )
 
     @property
+    def size(self) -> int:
+        """Numbers that `sums` gives."""
+        return len(self.figures) + 2 * (OLDEST + 1)
+
+    @property
     def needs_reference(self) -> bool:
         return self.config.use_kl_loss or self.config.kl_coef > 0
 
@@ -77,8 +85,9 @@ class Objective:
         return bool(rows) and (pulled or any(bool(row.advantages.any()) for row in rows))
 
     def sums(self, micro: Microbatch, told: Told, count: int) -> Tensor:
-        """The figures times the tokens they are means over, [F]; the first is the loss and carries the gradient.
-        `count`: trained tokens of the minibatch, of which this is a part."""
+        """The figures times the tokens they are means over, [F]; the first is the loss and carries the gradient. Then,
+        for each age from 0 to OLDEST, the sampler's distance summed over its tokens, and how many there are. `count`:
+        trained tokens of the minibatch, of which this is a part."""
         config, current = self.config, told.logprobs.detach()
         before = current if told.old is None else told.old
         old = micro.logprobs if config.use_rollout_logprobs else before
@@ -103,9 +112,17 @@ class Objective:
         if told.reference is not None and config.use_kl_loss:
             found["kl_loss"] = losses.kl(told.logprobs, told.reference, config.kl_loss_type)
             found["loss"] = found["loss"] + config.kl_loss_coef * found["kl_loss"]
-        return torch.stack(
+        figures = torch.stack(
             [(found[x] * micro.weights).sum() * count if x in WEIGHTED else found[x].sum() for x in self.figures]
         )
+        of_age = torch.nn.functional.one_hot(micro.ages.clamp(-1, OLDEST) + 1, OLDEST + 2)[:, 1:].to(figures.dtype)
+        return torch.cat([figures, found["train_rollout_logprob_abs_diff"] @ of_age, of_age.sum(0)])
+
+    def by_age(self, sums: Tensor) -> dict[str, float]:
+        """The sampler's distance by the tokens' age, of what `sums` has after the figures."""
+        distances, counts = sums[len(self.figures) :].reshape(2, -1).tolist()
+        pairs = enumerate(zip(distances, counts, strict=True))
+        return {f"{BY_AGE}{age}": distance / n for age, (distance, n) in pairs if n}
 
     def _importance(self, old: Tensor, micro: Microbatch) -> tuple[Tensor, Tensor]:
         weights, ratio = correction.importance(old, micro.logprobs, micro.lengths, self._rule)

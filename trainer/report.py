@@ -1,9 +1,15 @@
-"""What a training step says of itself: a line in metrics.jsonl, a line in the log."""
+"""What a training step says of itself: a line in metrics.jsonl and one in timeline.jsonl, a line in the log.
+
+metrics.jsonl    {"step": 12, "time": unix seconds, name: number, ...}
+evals.jsonl      the same of what comes late, such as evaluations: each line at the step it belongs to
+timeline.jsonl   {"step": 12, "time": ..., "workers": {name: [tokens a second, groups in flight]}}
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from consumers.drain import Batch
@@ -11,6 +17,7 @@ from pipeline import metrics
 from pipeline.fenced import TrainerBroker
 from pipeline.log import fields
 from trainer.start import Beginning
+from trainer.trackers import Trackers
 from trainer.workshop import Workshop
 
 log = logging.getLogger(__name__)
@@ -19,8 +26,13 @@ log = logging.getLogger(__name__)
 class Reporter:
     """Keeps what the figures of a step are differences to."""
 
-    def __init__(self, path: Path, broker: TrainerBroker, step: int) -> None:
-        self.file = metrics.Metrics(path, step + 1, Workshop(path.parent, broker.epoch).folder / path.name)
+    def __init__(self, path: Path, broker: TrainerBroker, step: int, trackers: Trackers | None = None) -> None:
+        shop = Workshop(path.parent, broker.epoch).folder
+        self.file, self.evals, self.timeline = (
+            metrics.Metrics(path.with_name(name), step + 1, shop / name)
+            for name in (path.name, "evals.jsonl", "timeline.jsonl")
+        )
+        self.trackers = trackers
         self.broker = broker
         self.counters = broker.counters()
         self.since = time.monotonic()
@@ -39,6 +51,9 @@ class Reporter:
             "train/weight_version": now.version,
         }
         self.file.write(now.step, values)
+        self.timeline.put(now.step, {"workers": self._workers()})
+        if self.trackers:
+            self.trackers.look()
         shown = fields(
             step=now.step,
             version=now.version,
@@ -51,3 +66,17 @@ class Reporter:
             tokens_per_sec=values["perf/tokens_per_sec"],
         )
         log.info("step %s", shown)
+
+    def late(self, step: int, values: Mapping[str, float]) -> None:
+        """What belongs to `step` and comes when others have passed: an evaluation."""
+        self.evals.write(step, values)
+
+    def _workers(self) -> dict[str, list[float]]:
+        told = self.broker.worker_infos()
+        return {
+            name: [_number(info.get(key)) for key in ("tokens_per_sec", "in_flight")] for name, info in told.items()
+        }
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, int | float) else 0

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from pipeline.room import lag
 from pipeline.types import Group
 
 
+@dataclass(frozen=True)
+class At:
+    """The weights that a step begins with, among those that were published."""
+
+    version: int
+    lineage: tuple[tuple[int, int], ...] = ()
+    exact: bool = True
+    "what was published last is what a step begins with"
+
+    def age(self, version: int | None) -> int | None:
+        """Publications since `version`; None is unknown."""
+        return lag(version, self.version, self.lineage)
+
+
 class Backend(Protocol):
-    def train(self, groups: Sequence[Group], step: int) -> dict[str, float]:
-        """One batch, one optimizer step a minibatch. Returns finite `train/*` figures.
+    def train(self, groups: Sequence[Group], step: int, at: At | None = None) -> dict[str, float]:
+        """One batch, one optimizer step a minibatch. Returns finite `train/*` figures; `at` gives tokens an age.
 
         A minibatch from which nothing can be learned changes no weight, not by a bit. One whose loss or gradient is not
         finite is skipped and counted (`train/skipped`); three in a row: MillpondError.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipeline.errors import WeightsError
 from pipeline.types import Group
+from trainer.backends.base import At
 
 STATE = "trainer.json"
 
@@ -18,7 +19,7 @@ class EchoBackend:
         self.seconds = seconds
         self.steps = 0
 
-    def train(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+    def train(self, groups: Sequence[Group], step: int, at: At | None = None) -> dict[str, float]:
         time.sleep(self.seconds)
         self.steps += 1
         return {"train/loss": 0.0, "train/grad_norm": 0.0, "train/skipped": 0.0}

@@ -21,10 +21,12 @@ from pipeline.errors import MillpondError, UsageError
 from pipeline.types import Group
 from trainer import batch, losses
 from trainer.backends import sharded, state
+from trainer.backends.base import At
 from trainer.backends.hf import CausalModel
 from trainer.backends.optimizer import Optimizer
 from trainer.batch import Microbatch, Unit
 from trainer.credit import Penalties
+from trainer.mismatch import Mismatch
 from trainer.objective import Objective, Told
 from trainer.ranks import Ranks
 
@@ -48,11 +50,12 @@ class TorchBackend:
         self._reference = self._frozen() if self._objective.needs_reference else None
         self._optimizer = Optimizer(self._model.module, config)
         self._bad = 0
+        self._mismatch = Mismatch()
 
-    def train(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+    def train(self, groups: Sequence[Group], step: int, at: At | None = None) -> dict[str, float]:
         """See Backend. Means are 0 where no minibatch counted; lr is the first minibatch's, grad_norm their mean."""
         config, lr, names = self._config, self._optimizer.lr, self._objective.figures
-        found = batch.units(groups)
+        found = batch.units(groups, at.age if at else lambda version: None)
         penalties = self._penalties(found)
         minis = [
             self._objective.weighted(mini)
@@ -65,8 +68,12 @@ class TorchBackend:
         results = [self._minibatch(*parts, step) for parts in zip(minis, shares, olds, strict=True)]
         done = [(_count(mini), *result) for mini, result in zip(minis, results, strict=True) if result is not None]
         tokens = max(1, sum(count for count, _, _ in done))
-        sums = sum((total for _, total, _ in done), torch.zeros(len(names))).tolist()
-        return {f"train/{name}": value / tokens for name, value in zip(names, sums, strict=True)} | {
+        sums = sum((total for _, total, _ in done), torch.zeros(self._objective.size))
+        by_age = self._objective.by_age(sums)
+        self._mismatch.look(by_age, at)
+        means = zip(names, sums.tolist(), strict=False)
+        return {f"train/{name}": value / tokens for name, value in means} | {
+            **by_age,
             "train/grad_norm": sum(norm for _, _, norm in done) / max(1, len(done)),
             "train/lr": lr,
             "train/optimizer_steps": float(len(done)),
@@ -120,7 +127,7 @@ class TorchBackend:
         count, learn = _count(mini), self._objective.learns(mini)
         if not learn:
             log.warning("step %d: no update: %s", step, "all advantages are 0" if count else "every token is masked")
-        total = torch.zeros(len(self._objective.figures))
+        total = torch.zeros(self._objective.size)
         with torch.set_grad_enabled(learn):
             for micro, old in zip(micros, olds, strict=True):
                 figures = self._sums(micro, old, count)
