@@ -30,7 +30,7 @@ MODES: dict[str, tuple[tuple[object, ...], int]] = {
 }
 "Flags, and the groups that may be leased or unsettled at once."
 ASYNC, BOUND = MODES["one step off"]
-GO_ON = ("--resume", "--take-over")
+GO_ON = ("--auto-resume", "--take-over")
 
 
 @pytest.fixture(scope="module")

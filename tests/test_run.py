@@ -252,6 +252,14 @@ def test_a_second_trainer_is_refused_and_told_of_the_first(redis_url: str, tmp_p
         assert run.broker.state()["status"] == "draining"
 
 
+def test_a_resume_of_a_folder_that_was_mistyped_is_refused(redis_url: str, tmp_path: Path) -> None:
+    """The logs that the trainer has just begun there are no run."""
+    with Parts(tmp_path, redis_url, prompts(tmp_path, 4)) as run:
+        for _ in range(2):
+            said = run.trainer("--num-rollout", "3", "--resume").ends(2)
+            assert f"--resume: there is no run {run.run}" in said
+
+
 # --- mistakes: one sentence that says what and where, and nothing is left behind
 
 

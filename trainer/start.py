@@ -75,7 +75,7 @@ def _refuse(config: TrainConfig, broker: TrainerBroker, folder: Path, state: dic
         raise RunExists(
             f"{folder} has checkpoints of an earlier run: --resume goes on from them, another --out starts a new run"
         )
-    if config.resume and not known and not any(path.name != "logs" for path in folder.glob("*")):  # those are ours
+    if config.resume and not known and not any(path.name != "logs" for path in folder.glob("*")):  # begun just now
         raise UsageError(f"--resume: there is no run {run}, neither in this Redis nor in {folder}")
     text: Any = broker.patiently(lambda: broker.client.get(broker.keys["config"]))
     before = json.loads(text)["n_samples_per_prompt"] if text else config.n_samples_per_prompt

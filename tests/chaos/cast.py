@@ -49,7 +49,7 @@ class Cast(Parts):
         return self.playing[name]
 
     def again(self, name: str) -> Started:
-        return self.play(name, *(("--resume", "--take-over") if name == "trainer" else ()))
+        return self.play(name, *(("--auto-resume", "--take-over") if name == "trainer" else ()))
 
     # -- what an episode asks for
 
