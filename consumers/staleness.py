@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -45,10 +46,9 @@ class Limit:
 
 
 def statistics(ages: Sequence[int]) -> dict[str, float]:
-    """avg_staleness and max_staleness of a batch."""
-    if not ages:
-        return {"avg_staleness": 0.0, "max_staleness": 0.0}
-    return {"avg_staleness": sum(ages) / len(ages), "max_staleness": float(max(ages))}
+    """avg_staleness and max_staleness of a batch, and how many groups are of which age."""
+    counts = {f"staleness/count_{age}": float(count) for age, count in sorted(Counter(ages).items())}
+    return {"avg_staleness": sum(ages) / max(1, len(ages)), "max_staleness": float(max(ages, default=0)), **counts}
 
 
 def by_verdict(groups: Iterable[Group], limit: Limit) -> dict[str, list[Group]]:

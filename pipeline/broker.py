@@ -164,9 +164,13 @@ class Broker:
 
     def worker_versions(self) -> set[int]:
         """Weight versions that workers have loaded or are loading."""
-        told = [map_of(info) for info in self.patiently(lambda: self.client.hvals(self.keys["workers:info"]))]
-        found = (info.get(key) for info in told for key in ("version", "loading"))
+        found = (info.get(key) for info in self.worker_infos().values() for key in ("version", "loading"))
         return {version for version in found if isinstance(version, int)}
+
+    def worker_infos(self) -> dict[str, dict[str, Any]]:
+        """What workers say of themselves, by name."""
+        told: dict[Any, Any] = self.patiently(lambda: self.client.hgetall(self.keys["workers:info"]))
+        return {name.decode("utf-8", "backslashreplace"): map_of(info) for name, info in told.items()}
 
     def reap(self) -> list[str]:
         """Names of workers found dead; what they held goes round again."""

@@ -25,6 +25,7 @@ COMMANDS: Commands = {
     "status": ("pipeline.status:main", "what waits where, who works, how old and how fast"),
     "why": ("pipeline.why:main", "why a run stands still, in one sentence, and what to do"),
     "inspect": ("pipeline.inspect:main", "look into groups, prompts, dead letters, quarantine, errors"),
+    "track": ("pipeline.track:main", "send a run's metrics to TensorBoard or W&B, serve them to Prometheus"),
     "audit": ("pipeline.audit:main", "prove that no prompt is lost or trained twice"),
     "purge": ("pipeline.purge:main", "delete what a finished run left in Redis"),
     "sglang": ("producers.sglang_cpu.serve:main", "start a real SGLang server on CPUs, to see one without a GPU"),

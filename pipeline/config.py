@@ -12,10 +12,10 @@ from typing import Literal
 from pydantic import SecretStr
 
 from pipeline.algorithms import Algorithm, Optimizing
-from pipeline.sections import Data, Fraction, JsonMap, Positive, PositiveFloat, Rewards, Section, option
+from pipeline.sections import Data, Fraction, JsonMap, Positive, PositiveFloat, Rewards, Section, Tracking, option
 from pipeline.urls import EngineUrl, EngineUrls, RedisUrl
 
-__all__ = ["Data", "Fraction", "Positive", "PositiveFloat", "Rewards", "Section", "option"]
+__all__ = ["Data", "Fraction", "Positive", "PositiveFloat", "Rewards", "Section", "Tracking", "option"]
 
 
 class Connection(Section):
@@ -156,7 +156,7 @@ class GenerateConfig(Connection, Engines, Rewards):
     """Generates and scores answers. Needs the Redis, the run's name and an engine; the rest comes with the run."""
 
 
-class TrainConfig(Connection, Rollout, Async, Rewards, Training, Refused, Takeover):
+class TrainConfig(Connection, Rollout, Async, Rewards, Training, Tracking, Refused, Takeover):
     """Trains on finished groups and publishes the weights. Writes down what all workers must agree on."""
 
     hf_checkpoint: Path | None = option(None, "model and tokenizer folder in the Hugging Face layout")
@@ -170,7 +170,9 @@ class TrainConfig(Connection, Rollout, Async, Rewards, Training, Refused, Takeov
         return self.resume or self.auto_resume
 
 
-class RunConfig(Connection, Server, Data, Rollout, Async, Rewards, Engines, Training, Refused, Takeover, Workers):
+class RunConfig(
+    Connection, Server, Data, Rollout, Async, Rewards, Engines, Training, Tracking, Refused, Takeover, Workers
+):
     """Runs it all on this machine: a Redis, a feeder, generators and a trainer."""
 
     fully_async: bool = option(True, "generate while training; --no-fully-async: lock-step and on-policy")

@@ -76,21 +76,32 @@ def found(look: Look, words: Sequence[str], start: bool = True) -> Iterator[Foun
 
     UsageError where there is no such run, with the names of those there are.
     """
-    if len(words) > 1:
-        raise UsageError(f"unexpected argument {words[1]!r}: one run, by its folder or its name")
-    word = words[0] if words else None
-    folder = Path(word) if word and Path(word).is_dir() else None if word else look.out
-    name = word if word and not folder else look.run
+    folder, name = _meant(look, words)
     if look.redis_url and not (folder and _data(folder).is_dir()):
         name = name or (settings(folder).get("run") or folder.name if folder else None)
         with _in_redis(look, look.redis_url, name, mask(look.redis_url), folder) as run:
             yield run
         return
-    name, folder = (name, folder) if folder else (None, RUNS / name if name else _newest())
+    with _in_folder(look, folder_of(look, words), name if folder else None, start) as run:
+        yield run
+
+
+def folder_of(look: Look, words: Sequence[str]) -> Path:
+    """The folder, for commands that read nothing else of a run."""
+    folder, name = _meant(look, words)
+    folder = folder or (RUNS / name if name else _newest())
     if not folder.is_dir():
         raise UsageError(f"there is no run in {folder}; {_local_names()}")
-    with _in_folder(look, folder, name, start) as run:
-        yield run
+    return folder
+
+
+def _meant(look: Look, words: Sequence[str]) -> tuple[Path | None, str | None]:
+    """Folder and name, as far as they are given."""
+    if len(words) > 1:
+        raise UsageError(f"unexpected argument {words[1]!r}: one run, by its folder or its name")
+    word = words[0] if words else None
+    folder = Path(word) if word and Path(word).is_dir() else None if word else look.out
+    return folder, word if word and not folder else look.run
 
 
 @contextmanager

@@ -32,7 +32,7 @@ S = TypeVar("S", bound=Section)
 PREFIX = "MILLPOND_"
 OTHER_VARIABLES = ("MILLPOND_CONFIG", "MILLPOND_REDIS_SERVER", "MILLPOND_SUPERVISED")
 "MILLPOND_* that are no fields"
-SECRET = frozenset({"redis_url", "engine_api_key", "rm_api_key"})
+SECRET = frozenset({"redis_url", "engine_api_key", "rm_api_key", "wandb_key"})
 PRESETS = Path(__file__).with_name("presets")
 
 log = logging.getLogger(__name__)

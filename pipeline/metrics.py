@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import IO
+from typing import IO, Any
 
 from pipeline.types import TRUNCATED, Group, Sample
 
@@ -36,13 +36,38 @@ class Metrics:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """What is not finite becomes null: a step of NaNs is still a line, and JSON."""
-        plain = {name: _plain(value) for name, value in values.items()}
-        line = json.dumps({"step": step, "time": round(time.time(), 3), **plain}, allow_nan=False)
+        self.put(step, {name: _plain(value) for name, value in values.items()})
+
+    def put(self, step: int, values: Mapping[str, Any]) -> None:
+        """Anything that JSON has."""
+        line = json.dumps({"step": step, "time": round(time.time(), 3), **values}, allow_nan=False)
         self._file.write(line.encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+class Records:
+    """What a trainer writes down of its steps, in files of the run's folder."""
+
+    def __init__(self, path: Path, step: int, aside: Path) -> None:
+        """As Metrics; `aside` is a folder."""
+        names = (path.name, "evals.jsonl", "timeline.jsonl")
+        self.steps, self.evals, self.timeline = (Metrics(path.with_name(n), step, aside / n) for n in names)
+
+    def write(self, step: int, values: Mapping[str, float], workers: Mapping[str, Sequence[float]]) -> None:
+        """`workers`: tokens a second and groups in flight by name, as they say themselves at the end of the step."""
+        self.steps.write(step, values)
+        self.timeline.put(step, {"workers": workers})
+
+    def late(self, step: int, values: Mapping[str, float]) -> None:
+        """What belongs to `step` and comes when others have passed, such as an evaluation."""
+        self.evals.write(step, values)
+
+    def close(self) -> None:
+        for file in (self.steps, self.evals, self.timeline):
+            file.close()
 
 
 def _history(path: Path, step: int) -> list[bytes]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline import algorithms
+from pipeline import algorithms, tracking
 from pipeline.code import digest
 from pipeline.config import Agreed, Engines, GenerateConfig, Rewards, Rollout, RunConfig, Section, TrainConfig
 from pipeline.errors import UsageError
@@ -72,7 +72,7 @@ def resolve_rollout(config: Trained) -> Selection:
 
 def check(config: Section) -> list[str]:
     """Warnings; raises UsageError with a sentence for each thing that cannot work."""
-    refusals = [*_idle_flags(config)]
+    refusals = [*_idle_flags(config), *tracking.missing(config)]
     if isinstance(config, TrainConfig | RunConfig):
         refusals += [*_refused(config), *_modes(config), *_training(config), *_going_on(config)]
     if isinstance(config, GenerateConfig | RunConfig) and config.rm_type is None and config.custom_rm_path is None:
@@ -86,7 +86,7 @@ def check(config: Section) -> list[str]:
 
 def idle(config: Section) -> dict[str, str]:
     """Fields that do nothing in the mode of `config`, each with why. Setting one is an error."""
-    rules: list[tuple[bool, str, tuple[str, ...]]] = []
+    rules = tracking.idle(config)
     if isinstance(config, TrainConfig | RunConfig):
         rules += _idle_training(config)
     if isinstance(config, RunConfig):

@@ -111,8 +111,8 @@ class Supervisor:
         path = str(self.folder / "config.toml")
         threads = str(self.config.torch_threads)
         env = {**os.environ, "MILLPOND_REDIS_URL": self.url, "MILLPOND_SUPERVISED": "1", "OMP_NUM_THREADS": threads}
-        keys = {"ENGINE": self.config.engine_api_key, "RM": self.config.rm_api_key}  # config.toml does not hold them
-        env |= {f"MILLPOND_{name}_API_KEY": key.get_secret_value() for name, key in keys.items() if key}
+        keys = {name: getattr(self.config, name) for name in ("engine_api_key", "rm_api_key", "wandb_key")}
+        env |= {f"MILLPOND_{name.upper()}": key.get_secret_value() for name, key in keys.items() if key}
         flags = {"--resume": self.config.resume, "--wait": self.config.wait, "--take-over": self.config.take_over}
         first = [flag for flag, given in flags.items() if given]
 

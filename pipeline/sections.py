@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
@@ -99,3 +100,25 @@ class Rewards(Section):
     group_rm: bool = option(False, "the reward function scores a whole group at once")
     dynamic_sampling_filter_path: str | None = option(None, "keep or drop a group where it is made, module.function")
     rollout_sample_filter_path: str | None = option(None, "mark samples of the batch as removed, module.function")
+
+
+class Tracking(Section):
+    """Metrics out: each in a process of its own beside the trainer"""
+
+    use_tensorboard: bool = option(False, "write event files for TensorBoard")
+    tensorboard_dir: Path | None = option(None, "folder of the event files (default: tensorboard in the run's)")
+    tb_project_name: str | None = option(None, "folder below --tensorboard-dir")
+    tb_experiment_name: str | None = option(None, "folder below that")
+    use_wandb: bool = option(False, "log to Weights & Biases; needs the extra millpond[wandb]")
+    wandb_mode: Literal["online", "offline", "disabled"] = option("online", "offline: `wandb sync` uploads it later")
+    wandb_dir: Path | None = option(None, "where W&B keeps its files (default: the run's folder)")
+    wandb_key: SecretStr | None = option(None, "W&B's API key; best given in the environment")
+    wandb_host: WebUrl | None = option(None, "W&B server of your own")
+    wandb_team: str | None = option(None, "W&B team or user")
+    wandb_project: str = option("millpond", "W&B project")
+    wandb_group: str | None = option(None, "W&B group")
+    wandb_run_id: str | None = option(None, "W&B id to go on with (default: one for this run's folder)")
+    prometheus_port: int | None = option(
+        None, "serve metrics for Prometheus; needs the extra millpond[prometheus]", ge=1, le=65535
+    )
+    prometheus_host: str = option("127.0.0.1", "address to serve on; there is no password, so beware of 0.0.0.0")

@@ -50,7 +50,7 @@ def test_a_batch_is_exactly_the_batch_size_sorted_by_prompt_and_the_rest_stays_q
     assert ids(batch) == [0, 3, 4]
     assert batch is not None
     assert (batch.queue_size, batch.last) == (2, False)
-    assert batch.staleness == {"avg_staleness": 0.0, "max_staleness": 0.0}
+    assert batch.staleness == {"avg_staleness": 0.0, "max_staleness": 0.0, "staleness/count_0": 3.0}
     assert [len(g.samples) for g in batch.groups] == [2, 2, 2]
     assert len(real.groups()) == 2
     assert real.conserved()
@@ -112,7 +112,7 @@ def test_at_the_limit_a_group_is_trained_on_and_beyond_it_the_prompt_goes_round_
     assert ids(batch) == [2, 3]
     assert batch is not None
     assert (batch.counts["stale"], batch.counts["future_version"]) == (1, 1)
-    assert batch.staleness == {"avg_staleness": k / 2, "max_staleness": float(k)}
+    assert (batch.staleness["avg_staleness"], batch.staleness["max_staleness"]) == (k / 2, float(k))
     assert sorted(again(real)) == [(0, 2, 1), (1, 2, 0)]
     assert real.conserved()
 

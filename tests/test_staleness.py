@@ -200,5 +200,6 @@ def test_groups_are_sorted_out_by_verdict() -> None:
 
 
 def test_staleness_of_a_batch_is_its_mean_and_its_maximum() -> None:
-    assert statistics([0, 1, 5]) == {"avg_staleness": 2.0, "max_staleness": 5.0}
+    counts = {"staleness/count_0": 1, "staleness/count_1": 2, "staleness/count_6": 1}
+    assert statistics([6, 0, 1, 1]) == {"avg_staleness": 2.0, "max_staleness": 6.0, **counts}
     assert statistics([]) == {"avg_staleness": 0.0, "max_staleness": 0.0}

@@ -62,10 +62,10 @@ def main(argv: list[str]) -> int:
             broker.finish("failed", f"the trainer failed: {type(error).__name__}: {error}"[:500])
         raise
     finally:
-        trackers.close()
         pulse.stop()
         backend.close()
         broker.close()
+        trackers.close()
     return 0
 
 

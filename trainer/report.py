@@ -1,15 +1,9 @@
-"""What a training step says of itself: a line in metrics.jsonl and one in timeline.jsonl, a line in the log.
-
-metrics.jsonl    {"step": 12, "time": unix seconds, name: number, ...}
-evals.jsonl      the same of what comes late, such as evaluations: each line at the step it belongs to
-timeline.jsonl   {"step": 12, "time": ..., "workers": {name: [tokens a second, groups in flight]}}
-"""
+"""What a training step says of itself: a line in metrics.jsonl and timeline.jsonl, a line in the log."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from consumers.drain import Batch
@@ -28,10 +22,7 @@ class Reporter:
 
     def __init__(self, path: Path, broker: TrainerBroker, step: int, trackers: Trackers | None = None) -> None:
         shop = Workshop(path.parent, broker.epoch).folder
-        self.file, self.evals, self.timeline = (
-            metrics.Metrics(path.with_name(name), step + 1, shop / name)
-            for name in (path.name, "evals.jsonl", "timeline.jsonl")
-        )
+        self.file = metrics.Records(path, step + 1, shop)
         self.trackers = trackers
         self.broker = broker
         self.counters = broker.counters()
@@ -50,8 +41,7 @@ class Reporter:
             "rollout/groups": len(batch.groups),
             "train/weight_version": now.version,
         }
-        self.file.write(now.step, values)
-        self.timeline.put(now.step, {"workers": self._workers()})
+        self.file.write(now.step, values, self._workers())
         if self.trackers:
             self.trackers.look()
         shown = fields(
@@ -67,15 +57,9 @@ class Reporter:
         )
         log.info("step %s", shown)
 
-    def late(self, step: int, values: Mapping[str, float]) -> None:
-        """What belongs to `step` and comes when others have passed: an evaluation."""
-        self.evals.write(step, values)
-
     def _workers(self) -> dict[str, list[float]]:
-        told = self.broker.worker_infos()
-        return {
-            name: [_number(info.get(key)) for key in ("tokens_per_sec", "in_flight")] for name, info in told.items()
-        }
+        keys, told = ("tokens_per_sec", "in_flight"), self.broker.worker_infos()
+        return {name: [_number(info.get(key)) for key in keys] for name, info in told.items()}
 
 
 def _number(value: object) -> float:
