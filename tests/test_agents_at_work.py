@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from fake_sglang import FakeSGLang
 from make import at_work, drain_of, feed, until
 from processes import PATIENT, SMALL, Stage, audited, contiguous, own_code, prompts, steps
 from rig import Rig, policy
 from test_custom_generate import Table, two_turns
+from test_engine_sglang import QUICK
 from test_generator import gone, leased, queued, retries, sound
 
 from consumers.staleness import FRESH, STALE, Limit
@@ -22,6 +26,8 @@ from pipeline.errors import GenerateError, Starved, UsageError, WorkerFailed
 from pipeline.join import Place
 from producers import cli
 from producers.custom_generate import Play
+from producers.engines.sglang import SGLangEngine
+from producers.engines.sglang_pool import Servers
 from producers.episode import Episode
 from producers.trace import Trace
 
@@ -144,6 +150,32 @@ def test_a_stop_while_tools_run_hands_their_prompts_back_without_a_strike(real: 
     assert retries(real) == {0: (2, 0), 1: (2, 0)}
     assert gone(real)
     assert sound(real)
+
+
+def test_turns_on_an_sglang_server_follow_the_very_tokens_it_gave(real: Rig, tmp_path: Path) -> None:
+    real.trainer(rollout_max_response_len=6)
+    (tmp_path / "config.json").write_text('{"vocab_size": 256}')
+    feed(real, 1)
+
+    async def go() -> list[Any]:
+        async with FakeSGLang(vocab=256, context=200) as fake:
+            fake.weighs |= {"weights/1"}
+            engine = SGLangEngine(tmp_path, Servers((fake.url,)), "retract", 20, replace(QUICK, start=9))
+            async with at_work(real, engine, play=Play("t.two_turns", two_turns)):
+                await until(lambda: queued(real))
+            return fake.bodies("/generate")
+
+    bodies = real.do(go())
+    (group,) = queued(real)
+    assert group.versions == {1}
+    for sample in group.samples:
+        (sequence,) = sample.sequences
+        seen = len(sequence.loss_mask) - int(sequence.loss_mask.sum())
+        turns = np.split(np.arange(len(sequence.tokens)), np.flatnonzero(np.diff(sequence.loss_mask)) + 1)
+        assert (seen, len(turns)) == (2, 3)
+        sent = [*sequence.prompt_tokens.tolist(), *sequence.tokens[: turns[2][0]].tolist()]
+        assert sum(body["input_ids"] == sent for body in bodies) == 1
+    assert len({body["rid"] for body in bodies}) == len(bodies)
 
 
 # -- `millpond generate`
