@@ -23,6 +23,7 @@ COMMANDS: Commands = {
     "generate": ("producers.cli:generate", "generate and score answers; start as many as you like"),
     "train": ("trainer.cli:main", "train on finished groups and publish the weights"),
     "status": ("pipeline.status:main", "what waits where, who works, how old and how fast"),
+    "top": ("pipeline.top:main", "the same on the whole terminal, live; q leaves"),
     "why": ("pipeline.why:main", "why a run stands still, in one sentence, and what to do"),
     "inspect": ("pipeline.inspect:main", "look into groups, prompts, dead letters, quarantine, errors"),
     "track": ("pipeline.track:main", "send a run's metrics to TensorBoard or W&B, serve them to Prometheus"),

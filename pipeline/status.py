@@ -31,6 +31,9 @@ METRICS = {
 }
 "what of the last line of metrics.jsonl is shown, and how"
 
+WORKERS = ("host", "pid", "engine", "version", "in flight", "samples", "tokens/s", "seen")
+"columns of their table"
+
 
 class StatusLook(Look):
     """What waits where, who works, how far the run is: millpond status [FOLDER or NAME]."""
@@ -55,8 +58,7 @@ def main(argv: list[str]) -> int:
 
 
 def _show(run: Found, options: StatusLook) -> None:
-    interval = settings(run.folder).get("save_interval")
-    view = look(run.broker, interval if isinstance(interval, int) else None)
+    view = look(run.broker, save_interval(run.folder))
     step = last_step(run.folder) if run.folder else {}
     behind = oldest_lag(run.broker, view.policy)
     if options.json_:
@@ -66,6 +68,12 @@ def _show(run: Found, options: StatusLook) -> None:
             sys.stdout.write("\x1b[H\x1b[2J")
         report(run, view, step, behind)
     sys.stdout.flush()
+
+
+def save_interval(folder: Path | None) -> int | None:
+    """As the run's folder has it."""
+    interval = settings(folder).get("save_interval")
+    return interval if isinstance(interval, int) else None
 
 
 def document(run: Found, view: Overview, step: dict[str, Any], behind: int | None) -> dict[str, Any]:
@@ -88,11 +96,10 @@ def report(run: Found, view: Overview, step: dict[str, Any], behind: int | None)
     stopped = f"; stopped{go_on}" if run.stopped else ""
     why = f" ({show.clean(view.why)})" if view.why else ""
     show.line(f"run {run.run} in {run.where}: {view.status}{why}{stopped}\n")
-    show.pairs([*_progress(view, step), *_flow(view, behind), *_fates(view)])
+    show.pairs([*progress(view, step), *flow(view, behind), *fates(view)])
     if view.workers:
         show.line()
-        head = ("host", "pid", "engine", "version", "in flight", "samples", "tokens/s", "seen")
-        show.table(head, [_row(worker) for worker in view.workers])
+        show.table(WORKERS, [row(worker) for worker in view.workers])
     sentences = list(notes(view, run.stopped))
     if sentences:
         show.line()
@@ -100,7 +107,7 @@ def report(run: Found, view: Overview, step: dict[str, Any], behind: int | None)
         show.pairs([("!", sentence)])
 
 
-def _progress(view: Overview, step: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def progress(view: Overview, step: dict[str, Any]) -> Iterator[tuple[str, str]]:
     policy, trainer = view.policy, view.trainer
     if policy:
         age = "" if view.policy_age is None else f", {show.ago(view.policy_age)} old"
@@ -119,7 +126,7 @@ def _progress(view: Overview, step: dict[str, Any]) -> Iterator[tuple[str, str]]
         yield "last step", f"{step.get('step')}: {', '.join(shown)}"
 
 
-def _flow(view: Overview, behind: int | None) -> Iterator[tuple[str, str]]:
+def flow(view: Overview, behind: int | None) -> Iterator[tuple[str, str]]:
     q, caps, p = view.queues, view.caps, view.prompts
     again = f", {q.refeed} to be fed again" if q.refeed else ""
     yield "prompts", f"{p.fed} fed{_of(p.total)}; {q.fresh} fresh and {q.retry} retried wait{again}"
@@ -138,7 +145,7 @@ def _of(limit: int | None, form: Any = str) -> str:
     return "" if limit is None else f" of {form(limit)}"
 
 
-def _fates(view: Overview) -> Iterator[tuple[str, str]]:
+def fates(view: Overview) -> Iterator[tuple[str, str]]:
     p = view.prompts
     yield "committed", str(p.committed)
     for name, count in (("dropped", p.dropped), ("dead", p.dead)):
@@ -149,7 +156,7 @@ def _fates(view: Overview) -> Iterator[tuple[str, str]]:
             yield show.clean(name), reasons
 
 
-def _row(worker: Worker) -> tuple[str, ...]:
+def row(worker: Worker) -> tuple[str, ...]:
     info = worker.info
     version = info.get("version")
     loading = f">{info['loading']}" if info.get("loading") is not None else ""

@@ -52,6 +52,7 @@ class WeightsAndBiases:
     def __init__(self, config: Tracking, folder: Path, run: str) -> None:
         import wandb
 
+        host = {"base_url": config.wandb_host} if config.wandb_host else {}
         if config.wandb_key and config.wandb_mode == "online":
             wandb.login(key=config.wandb_key.get_secret_value(), host=config.wandb_host)
         self.run = wandb.init(
@@ -64,7 +65,7 @@ class WeightsAndBiases:
             mode=config.wandb_mode,
             dir=str(config.wandb_dir or folder),
             config=settings(folder),
-            settings=wandb.Settings(silent=True, console="off", base_url=config.wandb_host),
+            settings=wandb.Settings(silent=True, console="off", **host),
         )
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
