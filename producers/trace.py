@@ -16,6 +16,7 @@ from producers.engines.base import Completion
 from producers.engines.stamps import Stamps
 
 Ids = Several[int] | Tokens
+LARGEST = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Trace:
         """The model's next turn. ValueError where it was sampled after anything but this trace's tokens."""
         if not isinstance(turn, Turn):
             raise TypeError(f"a {type(turn).__name__} where a turn is expected: what `generate` gave")
-        if not np.array_equal(turn.context, self._tokens):
+        if turn.context is not self._tokens and not np.array_equal(turn.context, self._tokens):
             raise ValueError(
                 f"the turn follows {len(turn.context)} tokens which are not the {len(self._tokens)} of this trace: "
                 "send `trace.tokens`, and record a turn before anything else"
@@ -98,12 +99,16 @@ class Answer:
 
 
 def as_tokens(value: object) -> Tokens:
-    """A copy as int32; ValueError for anything but token ids in a row."""
+    """int32 that nobody can change, a copy unless it was so before; ValueError for anything but token ids in a row."""
     if isinstance(value, str):
         raise ValueError("text where token ids are expected: encode it first")
-    made = np.array(value)
-    if made.ndim != 1 or (made.size and made.dtype.kind not in "iu"):
+    given = np.asarray(value)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise ValueError(f"{value!r:.60} where token ids in a row are expected")
-    if made.size and (made.min() < 0 or made.max() > np.iinfo(np.int32).max):
-        raise ValueError(f"{value!r:.60}: token ids are from 0 to 2^31 - 1")
-    return made.astype(np.int32)
+    if given.size and (given.min() < 0 or given.max() > LARGEST):
+        raise ValueError(f"{value!r:.60}: token ids are from 0 to {LARGEST}")
+    if given.dtype == np.int32 and not given.flags.writeable:
+        return given
+    made = given.astype(np.int32)
+    made.setflags(write=False)
+    return made
