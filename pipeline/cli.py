@@ -26,6 +26,7 @@ COMMANDS: Commands = {
     "top": ("pipeline.top:main", "the same on the whole terminal, live; q leaves"),
     "why": ("pipeline.why:main", "why a run stands still, in one sentence, and what to do"),
     "inspect": ("pipeline.inspect:main", "look into groups, prompts, dead letters, quarantine, errors"),
+    "report": ("pipeline.report:main", "a run as one HTML page: curves, drops, a timeline"),
     "track": ("pipeline.track:main", "send a run's metrics to TensorBoard or W&B, serve them to Prometheus"),
     "audit": ("pipeline.audit:main", "prove that no prompt is lost or trained twice"),
     "purge": ("pipeline.purge:main", "delete what a finished run left in Redis"),
