@@ -16,14 +16,13 @@ from pathlib import Path
 class EventFile:
     """One file; TensorBoard reads all that are in its folder."""
 
-    def __init__(self, folder: Path, purge: int | None = None) -> None:
-        """`purge`: what other files of the folder hold of this step and later ones is no longer shown."""
+    def __init__(self, folder: Path, purge: int) -> None:
+        """What other files of the folder hold of step `purge` and later ones is no longer shown."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._file = (folder / name).open("wb")
         self._write(time.time(), 0, _text(3, b"brain.Event:2"))
-        if purge is not None:
-            self._write(time.time(), purge, _text(7, _varint(1 << 3) + _varint(1)))  # SessionLog.START
+        self._write(time.time(), purge, _text(7, _varint(1 << 3) + _varint(1)))  # SessionLog.START
         self._file.flush()
 
     def write(self, when: float, step: int, values: Mapping[str, float]) -> None:

@@ -13,11 +13,12 @@ import faulthandler
 import logging
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline import tracking
-from pipeline.config import Tracking, option
+from pipeline.config import PositiveFloat, Tracking, option
 from pipeline.errors import UsageError
 from pipeline.find import Found, Look, arguments, folder_of, found
 from pipeline.log import setup
@@ -27,8 +28,6 @@ from pipeline.trackers import TensorBoard, Tracker, WeightsAndBiases
 
 log = logging.getLogger(__name__)
 
-HANG = 120
-"Seconds a tracker may take over one thing before this process says where it stands, and ends."
 EVERY = 0.5
 "Seconds between looks at the files."
 FILES = ("metrics.jsonl", "evals.jsonl")
@@ -38,7 +37,10 @@ class TrackLook(Look, Tracking):
     """Sends a run's metrics elsewhere: millpond track [FOLDER or NAME] with one of --use-tensorboard, --use-wandb,
     --prometheus-port."""
 
-    redis_patience: float = option(2.0, "seconds to wait for a Redis that is away before saying so", gt=0)
+    redis_patience: PositiveFloat = option(2.0, "seconds to wait for a Redis that is away before saying so")
+    tracker_timeout: PositiveFloat = option(
+        120.0, "seconds a tracker may take over one thing before this process says where it hangs, and ends"
+    )
     follow: bool = option(False, "go on until stopped (SIGTERM, Ctrl-C)")
     since: float | None = option(None, "unix seconds: lines that are older were sent before")
 
@@ -78,24 +80,21 @@ def _send(folder: Path, options: TrackLook, stop: threading.Event) -> None:
         tail.step = -1.0
     since = options.since or 0.0
     lines, ending = _lines(tails), False
-    _arm()
+    arm = partial(faulthandler.dump_traceback_later, options.tracker_timeout, exit=True)
+    arm()
     tracker = _tracker(options, folder, max((int(x["step"]) for x in lines if x["time"] <= since), default=None))
     lines = [line for line in lines if line["time"] > since]
     while True:
         for line in lines:
-            _arm()
+            arm()
             tracker.write(line)
         if ending:
             break
         ending = not options.follow or stop.wait(EVERY)  # then one look more
-        _arm()
+        arm()
         lines = _lines(tails)
     tracker.close()
     faulthandler.cancel_dump_traceback_later()
-
-
-def _arm() -> None:
-    faulthandler.dump_traceback_later(HANG, exit=True)
 
 
 def _lines(tails: list[Tail]) -> list[dict[str, Any]]:

@@ -32,9 +32,10 @@ class TensorBoard:
     """One event file a process."""
 
     def __init__(self, config: Tracking, folder: Path, seen: int | None) -> None:
-        """`seen`: the last step that an earlier process has written; what it wrote of later ones was given up."""
+        """`seen`: the last step that an earlier process has written; what it wrote of later ones is no longer shown."""
         names = [name for name in (config.tb_project_name, config.tb_experiment_name) if name]
-        self.file = EventFile((config.tensorboard_dir or folder / "tensorboard").joinpath(*names), seen and seen + 1)
+        where = (config.tensorboard_dir or folder / "tensorboard").joinpath(*names)
+        self.file = EventFile(where, 0 if seen is None else seen + 1)
 
     def write(self, line: Line) -> None:
         self.file.write(line["time"], int(line["step"]), numbers(line))

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+from documented import undocumented
 from processes import (
     ECHO_RUN,
     PACE,
@@ -348,6 +349,7 @@ def test_the_default_run_learns(tmp_path: Path) -> None:
     first, last = fmean(rewards(lines)[:5]), fmean(rewards(lines)[-5:])
     assert contiguous(lines) == 80
     assert all(line.keys() >= TRAINED for line in lines)
+    assert undocumented(name for line in lines for name in line) == []
     assert max(line["rollout/fully_async/max_staleness"] for line in lines) <= 2
     assert last > 0.25
     assert last > 3 * first

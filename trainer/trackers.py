@@ -48,8 +48,8 @@ class Trackers:
             self.children.remove(child)
             words = child.last_words().splitlines()
             log.error(
-                "%s ended with exit code %s, and training goes on without it: %s (see %s; `millpond track` sends what "
-                "is missing)", child.name, child.poll(), words[-1] if words else "it said nothing", child.errors,
+                "%s ended with exit code %s, which training does not need: %s (see %s; `millpond track` sends the run "
+                "again)", child.name, child.poll(), words[-1] if words else "it said nothing", child.errors,
             )  # fmt: skip
 
     def close(self) -> None:
