@@ -205,7 +205,7 @@ def timeline(told: Told) -> dict[str, list[Cell]]:
             share = sum(line.get(name, 0.0) for line in part) / len(part) / most
             if share:
                 cells.append(Cell((times[i] - began) / 60, (times[i + len(part)] - began) / 60, ((share, 0),)))
-        rows[name] = cells
+        rows[show.shorten(name, 60)] = cells
     return rows
 
 
