@@ -51,20 +51,25 @@ def main(argv: list[str]) -> int:
     kinds = tracking.asked(options)
     if len(kinds) != 1:
         raise UsageError("one tracker a process: --use-tensorboard, --use-wandb or --prometheus-port")
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     if kinds == ["prometheus"]:
         with found(options, words) as run:
-            _serve(run, options, stop)
+            _serve(run, options, _stop())
         return 0
     folder = folder_of(options, words)
     if not (folder / FILES[0]).is_file():
         raise UsageError(f"{folder} holds no {FILES[0]}")
     if options.follow:
         setup(f"track-{kinds[0]}", folder)
-    _send(folder, options, stop)
+    _send(folder, options, _stop())
     return 0
+
+
+def _stop() -> threading.Event:
+    """Set when this process is told to end."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
 
 
 def _serve(run: Found, options: TrackLook, stop: threading.Event) -> None:

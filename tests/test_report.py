@@ -24,7 +24,8 @@ CLOSED = {"meta", "br", "img", "link"}
 def line(step: int, **more: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
         "rollout/raw_reward": step / 10, "rollout/fully_async/queue_size": 3,
-        "rollout/fully_async/staleness/count_0": 2, "rollout/fully_async/staleness/count_10": 1, "rollout/fully_async/staleness/count_2": 1,
+        "rollout/fully_async/staleness/count_0": 2, "rollout/fully_async/staleness/count_10": 1,
+        "rollout/fully_async/staleness/count_2": 1,
         f"rollout/dynamic_filter/drop_{EVIL}": step % 2, "rollout/dead/never": 0,
         "perf/step_time": 10.0, "perf/train_time": 4.0, "perf/wait_time": 5.0, "train/loss": None,
         "train/weight_version": step + 1,
