@@ -12,6 +12,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import signal
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -65,10 +66,12 @@ def main(argv: list[str]) -> int:
 
 
 def _stop() -> threading.Event:
-    """Set when this process is told to end."""
+    """Set when this process is told to end. From the line on that it writes, it ends in order."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    sys.stdout.write("at work\n")
+    sys.stdout.flush()
     return stop
 
 

@@ -236,6 +236,17 @@ def test_a_run_with_trackers_one_of_which_fails(tmp_path: Path) -> None:
     assert all(len(said) == 2 for line in timeline for said in line["workers"].values())
 
 
+def test_a_run_that_is_over_at_once_sends_it_all(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with Stage(tmp_path) as stage:
+        stage.millpond(
+            *("run", "--out", out, *ECHO_RUN, "--prompt-data", prompts(tmp_path, 20), "--num-rollout", "2"),
+            "--use-tensorboard",
+        ).ends(0)
+    assert [step for step, _ in scalars(out / "tensorboard")["rollout/raw_reward"]] == [1, 2]
+    assert "track-" not in (out / "logs" / "trainer.log").read_text()
+
+
 def test_a_trainer_does_not_wait_long_for_a_tracker_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -53,8 +53,15 @@ class Trackers:
             )  # fmt: skip
 
     def close(self) -> None:
-        """They send the rest, for a while."""
+        """They send the rest, for a while. One that has just begun is told to end once it says that it is there."""
         self.look()
+        until = time.monotonic() + self.patience
+        while any(not _there(child) for child in self.children) and time.monotonic() < until:
+            time.sleep(0.05)
         end(self.children, lambda: self.patience)
         self.children = [child for child in self.children if child.poll()]
         self.look()
+
+
+def _there(child: Child) -> bool:
+    return child.poll() is not None or child.errors.stat().st_size > 0
