@@ -13,6 +13,7 @@ from pydantic import SecretStr
 
 from pipeline.algorithms import Algorithm, Optimizing
 from pipeline.sections import Data, Fraction, JsonMap, Positive, PositiveFloat, Rewards, Section, Tracking, option
+from pipeline.transport import Transport
 from pipeline.urls import EngineUrl, EngineUrls, RedisUrl
 
 __all__ = ["Data", "Fraction", "Positive", "PositiveFloat", "Rewards", "Section", "Tracking", "option"]
@@ -156,7 +157,7 @@ class GenerateConfig(Connection, Engines, Rewards):
     """Generates and scores answers. Needs the Redis, the run's name and an engine; the rest comes with the run."""
 
 
-class TrainConfig(Connection, Rollout, Async, Rewards, Training, Tracking, Refused, Takeover):
+class TrainConfig(Connection, Rollout, Async, Rewards, Training, Transport, Tracking, Refused, Takeover):
     """Trains on finished groups and publishes the weights. Writes down what all workers must agree on."""
 
     hf_checkpoint: Path | None = option(None, "model and tokenizer folder in the Hugging Face layout")
@@ -171,7 +172,19 @@ class TrainConfig(Connection, Rollout, Async, Rewards, Training, Tracking, Refus
 
 
 class RunConfig(
-    Connection, Server, Data, Rollout, Async, Rewards, Engines, Training, Tracking, Refused, Takeover, Workers
+    Connection,
+    Server,
+    Data,
+    Rollout,
+    Async,
+    Rewards,
+    Engines,
+    Training,
+    Transport,
+    Tracking,
+    Refused,
+    Takeover,
+    Workers,
 ):
     """Runs it all on this machine: a Redis, a feeder, generators and a trainer."""
 
@@ -204,4 +217,5 @@ class Agreed(Rollout):
     rollout_submission_granularity: Literal["sample", "group"]
     pause_generation_mode: Literal["retract", "in_place"]
     async_unused_samples_handler: Literal["retry", "drop"] = "retry"
+    update_weight_transport: Literal["disk", "distributed"] = "disk"
     heartbeat_limit_ms: int = 20_000

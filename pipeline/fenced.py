@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from redis.exceptions import OutOfMemoryError, RedisError
@@ -11,7 +12,8 @@ from pipeline.connect import BLOCK
 from pipeline.errors import MillpondError
 from pipeline.fence import Fence, Older
 from pipeline.outage import passing
-from pipeline.replies import Checked, Standing, fields_of, quarantined
+from pipeline.rendezvous import Roster, write
+from pipeline.replies import Checked, Standing, fields_of, map_of, quarantined
 from pipeline.scripts import Arg, load
 from pipeline.types import Policy, Prompt
 
@@ -104,7 +106,7 @@ class TrainerBroker(Fence):
             self.tell_again(Older(self.keys["state"]))
             return self.publish(policy, [self.ledger.taken[i] for i in ids if i in self.ledger.taken])
         self.passes(r)
-        self.latest = policy
+        self.latest = replace(policy, rendezvous=None)  # who is told again finds nobody there
         self.ledger.publish(ids)
         return self.durable()
 
@@ -118,6 +120,25 @@ class TrainerBroker(Fence):
         self.ledger.commit(p.id for p in prompts)
         self.durable()
         return sorted(refused)
+
+    def able(self) -> set[str]:
+        """Workers that are alive and take weights from the trainer where it offers them."""
+        raw: Any = self.patiently(lambda: self.client.hgetall(self.keys["workers:info"]))
+        told = {worker.decode(): map_of(info) for worker, info in raw.items()}
+        return {worker for worker, info in told.items() if info.get("joins") and info.get("ready")}
+
+    def invite(self) -> None:
+        """What was answered to an earlier publication is of no use any more."""
+        self.patiently(lambda: self.client.delete(self.keys["weights:joins"]))
+
+    def answers(self) -> list[dict[str, Any]]:
+        """What workers have said since."""
+        said: Any = self.patiently(lambda: self.client.lpop(self.keys["weights:joins"], 100))
+        return [map_of(word) for word in said or []]
+
+    def seat(self, version: int, roster: Roster) -> None:
+        """Who takes part in the update to `version`, for all to read."""
+        self.patiently(lambda: self.fenced("roster", version, write(roster)))
 
     def standing(self) -> Standing:
         """Of a Redis that has lost nothing: a checkpoint is made of it."""

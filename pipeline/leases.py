@@ -23,6 +23,7 @@ from pipeline.connect import connect_async
 from pipeline.errors import MessageError
 from pipeline.keys import GROUP, Keys
 from pipeline.outage import Outage, Seen, passing, told
+from pipeline.rendezvous import Roster, roster_of
 from pipeline.replies import Lease, Leased, Pulse, lease_of, pairs, policy_of, pulse_of, quarantined, version_of
 from pipeline.scripts import Arg, load
 from pipeline.types import Policy
@@ -126,6 +127,18 @@ class WorkerBroker:
     async def policy(self) -> Policy | None:
         raw: Any = await self.patiently(lambda: self.client.hgetall(self.keys["weights"]))
         return policy_of(raw)
+
+    async def join(self, group: str, **said: Any) -> None:
+        """What the trainer of that process group is told: `engines` that can take part, or how one fared."""
+        word = json.dumps({"group": group, "worker": self.worker, **said})
+        key = self.keys["weights:joins"]
+        await self.patiently(lambda: self.client.rpush(key, word))
+
+    async def roster(self, group: str) -> Roster | None:
+        """None until the trainer has written it."""
+        text: Any = await self.patiently(lambda: self.client.get(self.keys["weights:roster"]))
+        roster = roster_of((text or b"").decode())
+        return roster if roster and roster.group == group else None
 
     # -- prompts
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline import algorithms, tracking
+from pipeline import algorithms, tracking, transport
 from pipeline.code import digest
 from pipeline.config import Agreed, Engines, GenerateConfig, Rewards, Rollout, RunConfig, Section, TrainConfig
 from pipeline.errors import UsageError
@@ -86,7 +86,7 @@ def check(config: Section) -> list[str]:
 
 def idle(config: Section) -> dict[str, str]:
     """Fields that do nothing in the mode of `config`, each with why. Setting one is an error."""
-    rules = tracking.idle(config)
+    rules = [*tracking.idle(config), *transport.idle(config)]
     if isinstance(config, TrainConfig | RunConfig):
         rules += _idle_training(config)
     if isinstance(config, RunConfig):
@@ -171,7 +171,7 @@ def _training(config: Trained) -> Iterator[str]:
             f"--global-batch-size {config.global_batch_size} is more than the {samples} samples of a step "
             f"(--rollout-batch-size {config.rollout_batch_size} x --n-samples-per-prompt {config.n_samples_per_prompt})"
         )
-    yield from algorithms.refused(config)
+    yield from (*algorithms.refused(config), *transport.refused(config))
     yield from algorithms.refused_decay(config, config.num_rollout)
     if config.num_rollout is None and config.num_epoch is None:
         yield "no end: give the training steps with --num-rollout, or passes over the prompts with --num-epoch"
@@ -245,5 +245,6 @@ def agreed(config: Trained) -> Agreed:
         max_group_bytes=config.max_group_bytes,
         rollout_submission_granularity=config.rollout_submission_granularity,
         async_unused_samples_handler=config.async_unused_samples_handler,
+        update_weight_transport=config.update_weight_transport,
         pause_generation_mode="in_place" if config.pause_generation_mode == "in_place" else "retract",
     )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import MessageError
+from pipeline.rendezvous import rendezvous_of, write
 from pipeline.scripts import Arg
 from pipeline.types import Policy, Prompt
 
@@ -105,7 +106,8 @@ def policy_of(raw: dict[bytes, bytes]) -> Policy | None:
     try:
         f = {k.decode(): v.decode() for k, v in raw.items()}
         lineage = tuple((int(a), int(b)) for a, b in (x.split(":") for x in f["lineage"].split()))
-        return Policy(int(f["version"]), f["path"], f["format"], f["digest"], int(f["step"]), float(f["time"]), lineage)
+        where = f["path"], f["format"], f["digest"], int(f["step"]), float(f["time"])
+        return Policy(int(f["version"]), *where, lineage, rendezvous_of(f.get("rendezvous", "")))
     except (KeyError, ValueError) as error:
         raise MessageError("weights", f"the key holds no publication ({type(error).__name__}: {error})") from None
 
@@ -122,6 +124,7 @@ def fields_of(policy: Policy) -> list[Arg]:
         ("time", policy.time),
         ("lineage", lineage),
         ("restored_from", restored),
+        ("rendezvous", write(policy.rendezvous)),
     )
     return [x for pair in values for x in pair]
 

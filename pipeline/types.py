@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import MessageError
+from pipeline.rendezvous import Rendezvous
 
 Tokens = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
@@ -128,6 +129,8 @@ class Policy:
     "unix seconds, for people"
     lineage: tuple[tuple[int, int], ...] = ()
     "(version it was published under, version it restored) for each resume, oldest first"
+    rendezvous: Rendezvous | None = None
+    "where engines can have them from the trainer as well"
 
     @property
     def restored_from(self) -> int | None:

@@ -10,6 +10,7 @@ from pipeline.errors import WeightsError
 from pipeline.leases import WorkerBroker
 from pipeline.types import Policy
 from producers.engines.base import Engine
+from producers.party import Receiver, seated
 
 TRIES = 4
 "Failed loads of one version, while no newer one is published, after which it counts as broken."
@@ -31,6 +32,8 @@ class CatchUp:
         self.policy: Policy | None = None
         "what was loaded last"
         self._one = asyncio.Lock()
+        self._offer = ""
+        "the last that was answered"
 
     async def __call__(self) -> Policy | None:
         """Loads until the engine has what is published; WeightsError where that cannot be loaded. A folder that
@@ -41,7 +44,7 @@ class CatchUp:
                 self.loading, self.since = policy.version, time.monotonic()
                 try:
                     await self.tell()
-                    await self.engine.load(policy)
+                    await self._load(policy)
                     self.policy = policy
                 except WeightsError:
                     failed.append(policy.version)
@@ -51,3 +54,12 @@ class CatchUp:
                 finally:
                     self.loading = self.since = None
             return self.policy
+
+    async def _load(self, policy: Policy) -> None:
+        """From the trainer where it offers that, once; else from the folder."""
+        offer = policy.rendezvous
+        if offer and isinstance(self.engine, Receiver) and offer.group != self._offer:
+            self._offer = offer.group
+            if party := await seated(self.broker, offer, self.engine):
+                return await self.engine.receive(policy, party)
+        return await self.engine.load(policy)

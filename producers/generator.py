@@ -204,7 +204,7 @@ class Generator:
     async def _listen(self) -> None:
         async for word in self.broker.wakes():
             await asyncio.sleep(random.uniform(0, JITTER))
-            if word in ("version", "subscribed") and self.jobs:
+            if word in ("version", "subscribed") and (self.jobs or self.worker.joins):
                 await self._catch_up()
             self.wakeful = True
             self.poke.set()

@@ -20,6 +20,7 @@ from pipeline.types import Group
 from producers.catch_up import CatchUp
 from producers.filters import Verdict
 from producers.group import Maker, Progress, SampleAborted
+from producers.party import Receiver
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class Worker:
         self.unused = "drop" if maker.rules.async_unused_samples_handler == "drop" else "strike"
         "what stale and aborted groups get: round again with a strike, or dropped under the reason"
         self.keep = keep
+        self.joins = self.rules.update_weight_transport == "distributed" and isinstance(maker.engine, Receiver)
+        "it answers where a trainer offers weights"
         self.made: deque[tuple[float, int]] = deque(maxlen=512)
         "(when, tokens) of the latest groups"
         self.down = 0.0
@@ -66,6 +69,7 @@ class Worker:
             "engine": type(self.maker.engine).__name__,
             "version": self.maker.engine.version,
             "loading": weights.loading,
+            "joins": self.joins,
             "ready": starting is None,
             "busy_for": since and round(time.monotonic() - since, 1),
             "trouble": self.trouble,

@@ -100,6 +100,11 @@ class FakeSGLang:
         "servers before 0.5.20 have no /ready"
         self.blocks = 0.05
         "seconds /health hangs while paused; 20 in the real one"
+        self.has_sessions = True
+        "servers before 0.5.23 know no begin_weight_update"
+        self.tp_size = 1
+        self.received: dict[str, Any] = {}
+        "tensors by name, of all updates over a process group"
         self.disconnects = 0
         self.stale_hits = 0
         "requests that began on a prompt's cache of other weights"
@@ -119,6 +124,9 @@ class FakeSGLang:
         self.unwell = False
         self.flights: dict[str, Flight] = {}
         self.updating = False
+        self.session = False
+        "between begin_weight_update and end_weight_update"
+        self.groups: dict[str, Any] = {}
         self.cache: dict[tuple[str | None, tuple[int, ...]], str] = {}
         "prompts, and the weights that their cache was computed with"
         self.moved = asyncio.Condition()
@@ -169,6 +177,8 @@ class FakeSGLang:
     async def stop(self) -> None:
         """As a kill does: connections are cut, and all that it knew is gone."""
         runner, self._runner = self._runner, None
+        for group in self.groups.values():
+            group.close()
         if runner:
             await runner.cleanup()
         self._fresh()
@@ -350,6 +360,56 @@ class FakeSGLang:
             await self.abort_request({"abort_all": True})
         self.label = self.stamp = body["new_version"]
         return web.json_response({"success": True, "message": "", "new_version": self.label})
+
+    # -- weights over a process group
+
+    async def server_info(self, _: None) -> web.Response:
+        return web.json_response({"tp_size": self.tp_size, "pp_size": 1, "dp_size": 1, "device": "cpu"})
+
+    async def begin_weight_update(self, _: Reply) -> web.Response:
+        return self._turn(not self.session, "a weight-update session is already open")
+
+    async def end_weight_update(self, _: Reply) -> web.Response:
+        return self._turn(self.session, "no weight-update session is open")
+
+    def _turn(self, allowed: bool, message: str) -> web.Response:
+        if not self.has_sessions:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        self.session ^= allowed
+        return web.json_response({"success": allowed, "message": message}, status=200 if allowed else 400)
+
+    async def init_weights_update_group(self, body: Reply) -> web.Response:
+        from fake_group import Joined
+
+        try:
+            self.groups[body["group_name"]] = await asyncio.to_thread(Joined, body)
+        except RuntimeError as error:
+            return _failed(f"Failed to initialize custom process group: {error}.")
+        return web.json_response({"success": True, "message": "Succeeded to initialize custom process group."})
+
+    async def destroy_weights_update_group(self, body: Reply) -> web.Response:
+        group = self.groups.pop(body["group_name"], None)
+        if group is None:
+            return _failed("The group to be destroyed does not exist.")
+        group.close()
+        return web.json_response({"success": True, "message": "Succeeded to destroy custom process group."})
+
+    async def update_weights_from_distributed(self, body: Reply) -> web.Response:
+        if self.has_sessions and not self.session:
+            return _failed("update_weights_from_distributed must run between begin_weight_update() and end_...")
+        if self.mode is None:
+            self.violations.append("weights were sent to a server that is not paused")
+        self.weights = "half an update"
+        try:
+            self.received |= await asyncio.to_thread(self.groups[body["group_name"]].receive, body)
+        except RuntimeError as error:
+            return _failed(f"Failed to receive weights: {error}")
+        if body["weight_version"] is not None:
+            self.weights, self.stamp = f"received {body['weight_version']}", body["weight_version"]
+        if body.get("flush_cache", True) and not self._flushed():
+            return _failed(APPLIED)
+        self.label = self.stamp
+        return web.json_response({"success": True, "message": "Succeeded to update parameter online."})
 
     async def flush_cache(self, _: None) -> web.Response:
         done = self._flushed()

@@ -19,6 +19,11 @@ def main() -> None:
         "/continue_generation": own.ContinueGenerationReqInput,
         "/update_weights_from_disk": own.UpdateWeightFromDiskReqInput,
         "/update_weight_version": own.UpdateWeightVersionReqInput,
+        "/begin_weight_update": own.BeginWeightUpdateReqInput,
+        "/end_weight_update": own.EndWeightUpdateReqInput,
+        "/init_weights_update_group": own.InitWeightsUpdateGroupReqInput,
+        "/update_weights_from_distributed": own.UpdateWeightsFromDistributedReqInput,
+        "/destroy_weights_update_group": own.DestroyWeightsUpdateGroupReqInput,
     }
     said = []
     for path, body in json.load(sys.stdin):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,16 +21,22 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from make import train_config
 from processes import PATIENT, Stage, Started, audited, contiguous, eventually, family, steps
+from rig import Rig
 from test_sglang_wire import BODIES
 
 from pipeline.errors import UsageError
 from pipeline.types import Policy
+from producers.catch_up import CatchUp
 from producers.engines.base import Completion, Request, Sampling
 from producers.engines.sglang import SGLangEngine
 from producers.engines.sglang_pool import Servers
 from producers.sglang_cpu.serve import ServeConfig, environment
 from trainer import demo_model
+from trainer.backends.echo import EchoBackend
+from trainer.backends.hf import CausalModel
+from trainer.push import Push
 
 T = TypeVar("T")
 KEY = "sk-heron"
@@ -181,6 +189,49 @@ def test_requests_in_flight_survive_an_update_and_carry_both_versions(server: Se
     assert all(found in ([4], [5], [4, 5]) for found in spans)
 
 
+class Sent(EchoBackend):
+    """A model's tensors, as the training backend gives them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(0.0)
+        model = CausalModel(folder, torch.device("cpu"))
+        self.outline, self.pieces = model.outline, model.pieces  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_weights_come_from_the_trainer_over_a_process_group(
+    server: Server, real: Rig, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With requests in flight, which carry both versions; nothing is left open, so that it can be done again."""
+    caplog.set_level(logging.INFO, "trainer.push")
+    trainer, worker = real.trainer(), real.worker()
+    real.do(worker.register({"joins": True, "ready": True}))
+    push = Push(train_config(update_weight_buffer_size=100_000), trainer, Sent(server.models[2]), "cpu")
+
+    async def go() -> tuple[list[Completion], Completion]:
+        engine = await opened(server.engine(mode=mode), server.policy(1))
+        try:
+            weights = CatchUp(worker, engine, lambda: asyncio.sleep(0))
+            for version in (2, 6):
+                running = [asyncio.create_task(engine.generate(request(n, 300))) for n in range(16)]
+                publishing = asyncio.create_task(asyncio.to_thread(push, server.policy(version), []))
+                while not publishing.done():
+                    await weights()
+                    await asyncio.sleep(0.02)
+                await publishing
+                across = [*await asyncio.gather(*running)]
+            return across, await engine.generate(request(2, 12))
+        finally:
+            await engine.close()
+
+    across, after = real.do(go())
+    assert [len(one.tokens) for one in across] == [300] * 16
+    assert [2, 6] in [[span.version for span in one.versions] for one in across]
+    assert {span.version for span in after.versions} == {6}
+    assert caplog.text.count("went to 1 engines") == 2
+    assert np.abs(by_transformers(server.models[2], request(2, 12), after) - after.logprobs).max() < 1e-4
+
+
 def test_an_abort_ends_a_request_with_what_it_has_and_no_other(server: Server) -> None:
     async def go() -> tuple[Completion, Completion]:
         engine = await opened(server.engine(), server.policy(6))
@@ -242,6 +293,25 @@ def test_the_default_task_is_learned_from_a_real_server(server: Server, tmp_path
     assert fmean(rewards[-5:]) > fmean(rewards[:5]) + 0.2
     assert max(line["rollout/fully_async/max_staleness"] for line in lines) > 0
     assert max(line["train/train_rollout_logprob_abs_diff"] for line in lines) < 0.5
+
+
+def test_a_run_whose_weights_come_over_a_process_group(server: Server, tmp_path: Path) -> None:
+    from producers.demo import write_prompts
+
+    out, data = tmp_path / "run", write_prompts(tmp_path / "demo.jsonl", 1)
+    with Stage(tmp_path) as stage:
+        run = run_of(
+            *(stage, server, out, "--prompt-data", data, "--num-rollout", "6", "--rm-type", "positions"),
+            *("--rollout-max-response-len", "5", "--update-weight-transport", "distributed"),
+        )
+        run.ends(0, seconds=240)
+        places = audited(stage, out)
+    lines = steps(out)
+    assert contiguous(lines) == 6
+    assert places["committed"] == 6 * 32
+    assert max(line["train/train_rollout_logprob_abs_diff"] for line in lines) < 0.5
+    said = (out / "logs" / "trainer.log").read_text()
+    assert len(re.findall("version \\d+ went to 1 engines", said)) >= 4, said
 
 
 def test_a_run_outlives_its_server_and_goes_on_with_the_next(server: Server, tmp_path: Path) -> None:

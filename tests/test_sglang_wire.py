@@ -11,12 +11,15 @@ import pytest
 from fake_sglang import violation
 
 from pipeline.errors import EngineDown, EngineError, RequestRefused, UsageError
+from pipeline.rendezvous import Piece, Rendezvous, Roster
 from pipeline.types import Policy, Span
 from producers.engines import sglang_wire as wire
 from producers.engines.base import Request, Sampling
 from producers.engines.sglang_http import NONE, Reply
 from producers.engines.sglang_reply import Asked, as_version, completion, passing, problem
 
+OFFER = Rendezvous("g", "127.0.0.1", 4000, "gloo", 60.0)
+BUCKET = (Piece("model.norm.weight", "bfloat16", (64,), 128), Piece("lm_head.weight", "float32", (22, 64), 5632))
 FOLDER = Policy(7, "folder/00000007", "hf", "digest", 3, 0.0)
 
 
@@ -33,6 +36,12 @@ BODIES = [
     ("/update_weights_from_disk", wire.update(FOLDER, flush=True)),
     ("/update_weights_from_disk", wire.update(FOLDER, flush=False)),
     ("/update_weight_version", wire.set_version(7)),
+    ("/begin_weight_update", wire.begin_update()),
+    ("/end_weight_update", wire.end_update()),
+    ("/init_weights_update_group", wire.join(OFFER, 1, Roster("g", 3, {}, ()))),
+    ("/update_weights_from_distributed", wire.receive(BUCKET, "g", None, flush=False)),
+    ("/update_weights_from_distributed", wire.receive(BUCKET, "g", 7, flush=True)),
+    ("/destroy_weights_update_group", wire.leave("g")),
     ("/flush_cache", None),
 ]
 

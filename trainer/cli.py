@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Callable
 from functools import partial
 
 from consumers import filters
@@ -20,7 +21,9 @@ from pipeline.keys import Keys
 from pipeline.log import setup
 from pipeline.modes import check, resolve_rollout
 from pipeline.pulse import TrainerPulse
+from pipeline.types import Policy, Prompt
 from trainer import backends
+from trainer.backends.base import Backend
 from trainer.loop import Loop
 from trainer.report import Reporter
 from trainer.start import begin
@@ -54,7 +57,8 @@ def main(argv: list[str]) -> int:
         report = Reporter(folder / "metrics.jsonl", broker, now.step, trackers)
         trackers.start()
         drain = _drain(config, broker)
-        Loop(config, broker, backend, folder, rollout, drain, report, selection.max_staleness, now).run()
+        announce = _announce(config, broker, backend)
+        Loop(config, broker, backend, folder, rollout, drain, report, selection.max_staleness, now, announce).run()
     except (Fenced, RedisDown, Stopped, WorkerFailed, Starved):
         raise  # the run knows, or cannot be told
     except Exception as error:
@@ -76,6 +80,18 @@ def _follow(config: TrainConfig, tis: bool) -> int:
     setup(f"trainer-{backends.rank()}", None)
     backends.follow(config, tis)
     return 0
+
+
+def _announce(
+    config: TrainConfig, broker: TrainerBroker, backend: Backend
+) -> Callable[[Policy, list[Prompt]], None] | None:
+    """How weights are published, unless by the broker alone."""
+    if config.update_weight_transport == "disk":
+        return None
+    from trainer.backends.torch import device_of
+    from trainer.push import Push
+
+    return Push(config, broker, backend, device_of(config).type)
 
 
 def _drain(config: TrainConfig, broker: TrainerBroker) -> Drain:

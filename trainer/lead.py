@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import msgpack
+from torch import Tensor
 
 from pipeline.codec import decode, encode
+from pipeline.rendezvous import Piece
 from pipeline.types import Group
 from trainer.backends.base import At, Backend
 from trainer.ranks import Ranks
@@ -28,6 +30,13 @@ class Leader:
 
     def save_weights(self, folder: Path) -> None:
         self._all("save_weights", folder, self.own.save_weights)
+
+    def outline(self) -> list[Piece]:
+        return self.own.outline()
+
+    def pieces(self) -> Iterator[Tensor]:
+        self.ranks.tell({"do": "pieces"})
+        return self.own.pieces()
 
     def save(self, folder: Path) -> None:
         self._all("save", folder, self.own.save)
@@ -50,7 +59,10 @@ def follow(backend: Backend, ranks: Ranks) -> None:
         verb = command["do"]
         if verb == "close":
             return backend.close()
-        if verb == "train":
+        if verb == "pieces":
+            for _ in backend.pieces():
+                pass
+        elif verb == "train":
             at = command["at"] and At(**command["at"])
             backend.train([decode(m) for m in msgpack.unpackb(payload)], command["step"], at)
         else:

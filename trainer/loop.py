@@ -17,7 +17,7 @@ from consumers.staleness import Limit
 from pipeline.config import TrainConfig
 from pipeline.errors import GroupError, Starved, Stopped, WorkerFailed
 from pipeline.fenced import TrainerBroker
-from pipeline.types import Policy
+from pipeline.types import Policy, Prompt
 from trainer import checkpoint, weights
 from trainer.backends.base import At, Backend
 from trainer.report import Reporter
@@ -41,6 +41,8 @@ class Loop:
     max_staleness: int | None
     now: Beginning
     "steps done, and the version that was published last or is to be published first"
+    announce: Callable[[Policy, list[Prompt]], None] | None = None
+    "what publishes in the broker's place"
 
     def __post_init__(self) -> None:
         self.saved = self.now.step
@@ -96,7 +98,7 @@ class Loop:
         where = str(path.resolve()) if digest else ""
         policy = Policy(version, where, "hf", digest, self.now.step, time.time(), self.now.lineage)
         trained = list(self.broker.ledger.taken.values())
-        self.broker.publish(policy, trained)
+        (self.announce or self.broker.publish)(policy, trained)
         self.now = replace(self.now, version=version)
         if self.config.save_interval == 0:
             self.broker.commit(trained)

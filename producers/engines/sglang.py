@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EngineDown, RequestRefused, UsageError
+from pipeline.rendezvous import Engines
 from pipeline.types import Policy
 from producers.engines import sglang_wire as wire
 from producers.engines.base import Completion, Request
 from producers.engines.limits import budget, refuse_older
-from producers.engines.sglang_flight import Flight
+from producers.engines.sglang_flight import Flight, Way
 from producers.engines.sglang_http import Reply, open_session
 from producers.engines.sglang_member import Member
-from producers.engines.sglang_pool import Pool, Servers, Way
+from producers.engines.sglang_pool import Pool, Servers
 from producers.engines.sglang_reply import Asked, completion, passing, problem
 from producers.engines.sglang_timing import Timing
+from producers.party import Party
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +90,15 @@ class SGLangEngine:
         """WeightsError where no server can load them. With none there, the version stands and requests fail."""
         refuse_older(self._version, policy)
         await self._running().load(policy)
+        self._version = policy.version
+
+    async def joins(self, backend: str) -> Engines:
+        return await self._running().joins(backend)
+
+    async def receive(self, policy: Policy, party: Party) -> None:
+        """As `load`."""
+        refuse_older(self._version, policy)
+        await self._running().load(policy, party)
         self._version = policy.version
 
     async def pause(self) -> None:

@@ -1,12 +1,14 @@
-"""A request on its way through the pool: its deadline, and how it is ended before."""
+"""A request on its way through the pool: its deadline, how it is ended before, and the ways there are."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import dataclass, field
 
 from pipeline.errors import EngineDown, EngineError
 from producers.engines.base import Completion, Request
+from producers.engines.sglang_http import Link
 from producers.engines.sglang_member import Member
 from producers.engines.sglang_reply import ABORTED
 
@@ -53,3 +55,32 @@ class Flight:
         when = self._timer.when()
         if not self._timer.expired() and when is not None and end < when:
             self._timer.reschedule(end)
+
+
+@dataclass
+class Way:
+    """Where a request can be sent."""
+
+    link: Link
+    members: list[Member]
+    "one, or all those behind a router"
+    limit: int
+    flights: set[Flight] = field(default_factory=set)
+
+    @property
+    def open(self) -> bool:
+        """A router cannot be told to pass over a server that nobody knows the weights of."""
+        return any(m.serving for m in self.members) and not any(m.dirty for m in self.members)
+
+    @property
+    def free(self) -> bool:
+        return len(self.flights) < self.limit and not any(m.updating for m in self.members)
+
+    @property
+    def version(self) -> int | None:
+        """The oldest that is served."""
+        return min((m.version for m in self.members if m.serving and m.version is not None), default=None)
+
+    @property
+    def known(self) -> set[int]:
+        return set().union(*(m.known for m in self.members))

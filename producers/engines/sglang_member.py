@@ -8,6 +8,7 @@ weights behind any label.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Callable
@@ -19,8 +20,10 @@ from pipeline.types import Policy
 from producers.engines import sglang_wire as wire
 from producers.engines.base import Request, Sampling
 from producers.engines.sglang_http import NONE, Link, Reply
+from producers.engines.sglang_receive import NotReceived, Receiving
 from producers.engines.sglang_reply import KEY_REFUSED, Asked, as_version, completion, problem
 from producers.engines.sglang_timing import Timing
+from producers.party import Party
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,8 @@ class Member:
         self.why = "it has not answered yet"
         "it is not in service; empty when it is"
         self.greeted = False
+        self.party: Party | None = None
+        "for `target`, once"
         self.dirty = False
         "an update failed: nobody knows what it serves"
         self.updating = False
@@ -174,6 +179,10 @@ class Member:
 
     async def _load(self, policy: Policy, flush: bool) -> bool:
         """Whether all is done; if not, the weights are in, and the flush and the name are to be done."""
+        party, self.party = self.party, None
+        if party and party.seat(self.url) is not None:
+            with contextlib.suppress(NotReceived):  # which it has told; the folder is complete
+                return await Receiving(self.link, party, self._timing).take(policy.version, flush)
         reply = await self.link.post("/update_weights_from_disk", wire.update(policy, flush), None)
         if reply.ok and reply.fields.get("success") is True:
             return True
@@ -206,6 +215,12 @@ class Member:
 
     async def resume(self) -> None:
         self._expect(await self.link.post("/continue_generation", wire.resume(), self._timing.reply))
+
+    async def excuse(self) -> None:
+        """The others need not wait for it, where it came to no update."""
+        party, self.party = self.party, None
+        if party and party.seat(self.url) is not None:
+            await party.over(self.url, self.why or "it has these weights")
 
     # -- health
 

@@ -16,11 +16,14 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from pipeline.errors import EngineDown, EngineError, UsageError, WeightsError
+from pipeline.rendezvous import Engines
 from pipeline.types import Policy
-from producers.engines.sglang_flight import Flight
+from producers.engines.sglang_flight import Flight, Way
 from producers.engines.sglang_http import Link
 from producers.engines.sglang_member import Member
+from producers.engines.sglang_receive import ranks
 from producers.engines.sglang_timing import Timing
+from producers.party import Party
 
 log = logging.getLogger(__name__)
 
@@ -36,35 +39,6 @@ class Servers:
     key: str | None = field(default=None, repr=False)
     concurrency: int = 256
     "requests in one server at once"
-
-
-@dataclass
-class Way:
-    """Where a request can be sent."""
-
-    link: Link
-    members: list[Member]
-    "one, or all those behind a router"
-    limit: int
-    flights: set[Flight] = field(default_factory=set)
-
-    @property
-    def open(self) -> bool:
-        """A router cannot be told to pass over a server that nobody knows the weights of."""
-        return any(m.serving for m in self.members) and not any(m.dirty for m in self.members)
-
-    @property
-    def free(self) -> bool:
-        return len(self.flights) < self.limit and not any(m.updating for m in self.members)
-
-    @property
-    def version(self) -> int | None:
-        """The oldest that is served."""
-        return min((m.version for m in self.members if m.serving and m.version is not None), default=None)
-
-    @property
-    def known(self) -> set[int]:
-        return set().union(*(m.known for m in self.members))
 
 
 class Pool:
@@ -160,16 +134,29 @@ class Pool:
 
     # -- weights
 
-    async def load(self, policy: Policy) -> None:
+    async def joins(self, backend: str) -> Engines:
+        """Those in service that can take weights from the trainer."""
+        there = [m for m in self.members if m.serving]
+        found = await asyncio.gather(*(ranks(m.link, backend, self._timing) for m in there))
+        return {m.url: n for m, n in zip(there, found, strict=True) if n}
+
+    async def load(self, policy: Policy, party: Party | None = None) -> None:
         """All servers that answer, at once. WeightsError where they refuse the weights and none takes them. One that
         is away gets them when it is back."""
         for member in self.members:
-            member.target = policy
+            member.target, member.party = policy, party
         there = [m for m in self.members if m.greeted]
-        failures = await _all(m.load(self.paused) for m in there)
+        failures = await _all(self._load(m) for m in self.members)
         refusals = [error for error in failures if isinstance(error, WeightsError)]
         if refusals and len(failures) == len(there):
             raise refusals[0]
+
+    async def _load(self, member: Member) -> None:
+        try:
+            if member.greeted:
+                await member.load(self.paused)
+        finally:
+            await member.excuse()
 
     async def pause(self) -> None:
         """EngineDown where one could not be told; the others then are paused."""

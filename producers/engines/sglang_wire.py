@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.errors import UsageError
+from pipeline.rendezvous import Piece, Rendezvous, Roster
 from pipeline.types import Policy
 from producers.engines.base import Request
 
@@ -63,6 +64,44 @@ def update(policy: Policy, flush: bool) -> Body:
         "abort_all_requests": False,
         "flush_cache": flush,
     }
+
+
+def begin_update() -> Body:
+    """Of all that it serves with: a draft model, too."""
+    return {"selector": "all"}
+
+
+def end_update() -> Body:
+    return {}
+
+
+def join(offer: Rendezvous, rank: int, roster: Roster) -> Body:
+    """The server's processes are `rank` and those that follow; the trainer is 0."""
+    return {
+        "master_address": offer.host,
+        "master_port": offer.port,
+        "rank_offset": rank,
+        "world_size": roster.world,
+        "group_name": offer.group,
+        "backend": offer.backend,
+    }
+
+
+def receive(bucket: tuple[Piece, ...], group: str, version: int | None, flush: bool) -> Body:
+    """Tensors in the order in which the trainer sends them; the last of them bring the version's name."""
+    return {
+        "names": [piece.name for piece in bucket],
+        "dtypes": [piece.dtype for piece in bucket],
+        "shapes": [list(piece.shape) for piece in bucket],
+        "group_name": group,
+        "weight_version": None if version is None else str(version),
+        "abort_all_requests": False,
+        "flush_cache": flush,
+    }
+
+
+def leave(group: str) -> Body:
+    return {"group_name": group}
 
 
 def set_version(version: int) -> Body:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from pipeline.rendezvous import Piece
 from pipeline.room import lag
 from pipeline.types import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,14 @@ class Backend(Protocol):
 
     def save_weights(self, folder: Path) -> None:
         """The weights into an existing folder, in the Hugging Face layout; nothing where a backend has none."""
+        ...
+
+    def outline(self) -> list[Piece]:
+        """The tensors that `save_weights` writes."""
+        ...
+
+    def pieces(self) -> Iterator[Tensor]:
+        """They, in that order, where a process group can send them from; to be taken to the last one."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import WeightsError
+from pipeline.rendezvous import Piece
 from pipeline.types import Group
 from trainer.backends.base import At
 
@@ -26,6 +28,12 @@ class EchoBackend:
 
     def save_weights(self, folder: Path) -> None:
         """There are none."""
+
+    def outline(self) -> list[Piece]:
+        return []
+
+    def pieces(self) -> Iterator[Any]:
+        return iter(())
 
     def save(self, folder: Path) -> None:
         (folder / STATE).write_text(json.dumps({"steps": self.steps}), encoding="utf-8")

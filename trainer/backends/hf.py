@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UsageError
-from trainer.backends.sharded import shard, whole
+from pipeline.rendezvous import Piece
+from trainer.backends.sharded import named, shard, whole
 
 EMPTY = torch.empty(0)
 
@@ -59,6 +61,20 @@ class CausalModel:
         for path in (p for pattern in COPIED for p in self._folder.glob(pattern) if p.is_file()):
             shutil.copyfile(path, folder / path.name)
 
+    def outline(self) -> list[Piece]:
+        """What `save` writes."""
+        return [_piece(name, tensor, self._saved_as(tensor)) for name, tensor in named(self.module)]
+
+    def pieces(self, lead: bool = True) -> Iterator[Tensor]:
+        """The tensors of `outline`, whole, on this device; empty ones for all but the lead. Where the model is spread
+        all ranks take part."""
+        for _, tensor in named(self.module):
+            found = whole(tensor)
+            yield found.to(self._device, self._saved_as(tensor)).contiguous() if lead else EMPTY
+
+    def _saved_as(self, tensor: Tensor) -> torch.dtype:
+        return self._dtype if tensor.is_floating_point() else tensor.dtype
+
     def _keep(self, _: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
         """[B, T, H] -> [1, N, H]."""
         return (inputs[0].flatten(0, 1).index_select(0, self._positions).unsqueeze(0),)
@@ -80,6 +96,10 @@ def _load(folder: Path | None) -> tuple[Path, Any, torch.dtype]:
     # Saving refuses generation configs that loading took, so the checkpoint's own file is copied instead.
     model.generation_config = GenerationConfig()
     return folder, model.eval(), dtype or torch.float32
+
+
+def _piece(name: str, tensor: Tensor, dtype: torch.dtype) -> Piece:
+    return Piece(name, str(dtype).removeprefix("torch."), tuple(tensor.shape), tensor.numel() * dtype.itemsize)
 
 
 def _cast(module: nn.Module, dtype: torch.dtype, lead: bool) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pipeline.config import TrainConfig
 from pipeline.errors import MillpondError, UsageError
+from pipeline.rendezvous import Piece
 from pipeline.types import Group
 from trainer import batch, losses
 from trainer.backends import sharded, state
@@ -84,6 +85,12 @@ class TorchBackend:
 
     def save_weights(self, folder: Path) -> None:
         self._model.save(folder, self._ranks.lead)
+
+    def outline(self) -> list[Piece]:
+        return self._model.outline()
+
+    def pieces(self) -> Iterator[Tensor]:
+        return self._model.pieces(self._ranks.lead)
 
     def save(self, folder: Path) -> None:
         """Model, optimizer and random state: tensors and numbers, no code. All ranks take part, the lead writes."""
