@@ -284,6 +284,14 @@ def test_what_is_not_installed_is_said_before_anything_starts(monkeypatch: pytes
     ]
 
 
+def test_a_key_is_no_argument_of_a_process(tmp_path: Path) -> None:
+    config = TrainConfig.model_validate({"use_wandb": True, "wandb_key": "geheim", "wandb_group": "g"})
+    (child,) = Trackers(config, Place("redis://:pass@h:1", "run", tmp_path), tmp_path).children
+    assert child.env["MILLPOND_WANDB_KEY"] == "geheim"
+    assert "--wandb-group=g" in child.command(0)
+    assert not [word for word in [*child.command(0), repr(child)] if "geheim" in word or "pass" in word]
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
