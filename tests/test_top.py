@@ -106,7 +106,7 @@ def test_the_terminal_is_as_it_was_after_a_signal(terminal: Terminal, number: in
 def test_each_picture_fits_80_columns_and_40_lines(terminal: Terminal) -> None:
     for _ in range(2):
         terminal.until(b"q leaves")
-        picture = terminal.shown.decode().partition("q leaves")[0].rpartition("\x1b[H")[2]
+        picture = terminal.shown.partition(b"q leaves")[0].rpartition(b"\x1b[H")[2].decode()
         lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", picture).splitlines()
         assert max(map(len, lines)) <= 80
         assert 20 < len(lines) <= 40
