@@ -15,7 +15,7 @@ import local_models
 import pytest
 import torch
 from fake_sglang import FakeSGLang
-from make import at_work, feed, train_config, until
+from make import at_work, feed, train_config
 from rig import Rig
 from safetensors.torch import load_file, save_file
 from test_engine_sglang import QUICK
@@ -39,6 +39,16 @@ from trainer.push import Push
 
 PATIENT, HASTY = 30.0, 1.5
 "seconds an update may take: where it is to succeed, and where it cannot"
+
+
+UNHURRIED = replace(QUICK, start=30, reply=30, first=30, update=60, grace=5, margin=1)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Returns when it holds; fails after a minute."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 (a condition on anything)
+            await asyncio.sleep(0.005)
 
 
 class Tensors(EchoBackend):
@@ -76,6 +86,7 @@ class Stage:
         self.rig, self.folder = rig, folder
         self.trainer = rig.trainer(rollout_max_response_len=6, queue_max_bytes=10**6, **DISTRIBUTED)
         self.backend = Tensors(how.pop("size", 4096))
+        self.workers: list[Generator] = []
         self.mode: str = how.pop("mode", "retract")
         self.fakes = [FakeSGLang(vocab=256, context=200) for _ in range(servers)]
         self.push = self.pushing(self.trainer, update_weight_timeout=seconds, **how)
@@ -95,24 +106,25 @@ class Stage:
         return Policy(version, str(path), "hf", "digest", version, 0.0)
 
     async def publish(self, version: int) -> None:
+        """Returns when the workers at work have it, too: the trainer waits for less."""
         await asyncio.to_thread(self.push, self.saved(version), [])
+        await until(lambda: all(worker.engine.version == version for worker in self.workers))
 
     def run(self, go: Callable[..., Coroutine[Any, Any, None]]) -> None:
         async def main() -> None:
             async with AsyncExitStack() as stack:
-                workers = []
                 for n, fake in enumerate(self.fakes):
                     await stack.enter_async_context(fake)
-                    workers.append(await stack.enter_async_context(self.worker(f"w{n}", fake)))
-                await go(*workers)
+                    self.workers.append(await stack.enter_async_context(self.worker(f"w{n}", fake)))
+                await go(*self.workers)
 
         self.rig.do(main())
 
     @asynccontextmanager
     async def worker(self, name: str, fake: FakeSGLang) -> AsyncIterator[Generator]:
-        engine = SGLangEngine(self.folder, Servers((fake.url,)), self.mode, 20.0, replace(QUICK, start=9))
+        engine = SGLangEngine(self.folder, Servers((fake.url,)), self.mode, 20.0, UNHURRIED)
         async with at_work(self.rig, engine, name=name, concurrency=16) as generator:
-            await until(lambda: fake.label == str(self.trainer.version()))
+            await until(lambda: engine.version == self.trainer.version())
             await generator.broker.heartbeat(generator.info(), 0)
             yield generator
 

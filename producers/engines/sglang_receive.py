@@ -21,9 +21,6 @@ from producers.party import Party
 
 log = logging.getLogger(__name__)
 
-MARGIN = 5.0
-"Seconds after the trainer's own end in which its closing is felt."
-
 
 class NotReceived(Exception):
     """The folder is to be loaded; why."""
@@ -49,11 +46,12 @@ class Receiving:
     async def take(self, version: int, flush: bool) -> bool:
         """Whether the flush is done, too. NotReceived where the folder is to be loaded instead, EngineDown where the
         server says nothing any more. The trainer hears of either."""
+        limit = self._party.offer.seconds + self._timing.margin
         try:
-            async with asyncio.timeout(self._party.offer.seconds + MARGIN):
+            async with asyncio.timeout(limit):
                 flushed = await self._all(version, flush)
         except (NotReceived, TimeoutError) as error:
-            why = str(error) or f"not done in {self._party.offer.seconds + MARGIN:.0f} s"
+            why = str(error) or f"not done in {limit:.0f} s"
             log.warning("engine %s could not have version %d from the trainer: %s", self._link.url, version, why)
             await self._party.over(self._link.url, why)
             await self._clear()

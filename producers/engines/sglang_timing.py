@@ -19,6 +19,8 @@ class Timing:
     "for the first token after a start, when kernels may still be compiled"
     update: float = 600.0
     "for a weight update, all its calls together"
+    margin: float = 5.0
+    "after the trainer's own end of an update over a process group, in which its closing is felt"
     flushes: int = 20
     "tries to flush a cache, while requests leave it"
     between: float = 0.5
