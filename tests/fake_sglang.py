@@ -103,6 +103,8 @@ class FakeSGLang:
         self.has_sessions = True
         "servers before 0.5.23 know no begin_weight_update"
         self.tp_size = 1
+        self.held = self.holding = False
+        "while held, no tensor is received; whether somebody waits for that"
         self.received: dict[str, Any] = {}
         "tensors by name, of all updates over a process group"
         self.disconnects = 0
@@ -400,6 +402,9 @@ class FakeSGLang:
         if self.mode is None:
             self.violations.append("weights were sent to a server that is not paused")
         self.weights = "half an update"
+        self.holding = self.held
+        async with self.moved:
+            await self.moved.wait_for(lambda: not self.held)
         try:
             self.received |= await asyncio.to_thread(self.groups[body["group_name"]].receive, body)
         except RuntimeError as error:
