@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from trainer_groups import random_groups
 
 from pipeline.config import TrainConfig
@@ -23,6 +24,8 @@ def steps(backend: Any, out: Path, counts: list[int]) -> None:
             folder = out / f"{kind}-{step}"
             folder.mkdir()
             getattr(backend, kind)(folder)
+        sent = zip(backend.outline(), backend.pieces(), strict=True)
+        save_file({piece.name: tensor for piece, tensor in sent}, out / "sent.safetensors")
     backend.load(out / "save-0")
     lines.append(backend.train(random_groups(counts[1], 3, seed=1), 1))
     (out / "lines.json").write_text(json.dumps(lines))

@@ -70,6 +70,9 @@ def test_two_ranks_make_the_steps_of_one_with_any_count_of_samples(tmp_path: Pat
     done = torchrun(TESTS / "ranks_script.py", json.dumps(rules), tmp_path / "two", counts)
     assert done.returncode == 0, done.stderr[-5000:]
     main(json.dumps(rules), str(tmp_path / "one"), counts)
+    sent, written = load_file(tmp_path / "two" / "sent.safetensors"), weights(tmp_path / "two" / "save_weights-2")
+    assert sent.keys() == written.keys()
+    assert all(torch.equal(sent[name], written[name]) for name in written)
     one, two = (json.loads((tmp_path / which / "lines.json").read_text()) for which in ("one", "two"))
     for mine, theirs in zip(one, two, strict=True):
         assert theirs == pytest.approx(mine, rel=1e-4, abs=1e-6)
