@@ -1,4 +1,4 @@
-"""`millpond bench [codec|broker|overlap|engine|all]`: what it costs, on this machine.
+"""`millpond bench [codec|broker|overlap|engine|sglang|all]`: what it costs, on this machine.
 
 Everything is compared with something else in the same run: other machines and other days give other microseconds, and
 much the same ratios. `docs/benchmarks.md` says what each figure means.
@@ -10,16 +10,21 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+from pydantic import SecretStr
+
 from pipeline import code, show
-from pipeline.config import Section, option
+from pipeline.config import Positive, Section, option
 from pipeline.errors import UsageError
 from pipeline.flags import parse
 from pipeline.measure import Figure
 from pipeline.options import closest
+from pipeline.urls import EngineUrls
 
-PROG = "millpond bench [codec|broker|overlap|engine|all]"
+# sglang needs servers that run, and is not one of all
+PROG = "millpond bench [codec|broker|overlap|engine|sglang|all]"
 BENCHES = {
     "codec": "pipeline.bench_codec.measure",
     "broker": "pipeline.bench_broker.measure",
@@ -27,6 +32,8 @@ BENCHES = {
     "engine": "pipeline.bench.engine",
 }
 "name -> (quick) -> figures"
+SGLANG = "producers.engines.bench_sglang.of_servers"
+"(config) -> figures, of servers that run"
 
 
 class BenchConfig(Section):
@@ -34,6 +41,10 @@ class BenchConfig(Section):
 
     json_: bool = option(False, "one JSON document instead of tables")
     quick: bool = option(False, "tiny sizes: whether it runs, not how fast")
+    engine_url: EngineUrls | None = option(None, "sglang: URLs of running servers, with commas between")
+    engine_api_key: SecretStr | None = option(None, "sglang: API key of the servers; best given in the environment")
+    hf_checkpoint: Path | None = option(None, "sglang: folder of the model that they serve")
+    server_concurrency: Positive = option(32, "sglang: requests in one server at once")
 
 
 def main(argv: list[str]) -> int:
@@ -42,8 +53,8 @@ def main(argv: list[str]) -> int:
     names = _names([word for word in argv if not word.startswith("-")])
     found: dict[str, list[Figure]] = {}
     for name in names:
-        measure: Callable[[bool], Iterator[Figure]] = code.load(BENCHES[name], "millpond bench")
-        found[name] = list(measure(config.quick))
+        measure: Callable[[Any], Iterator[Figure]] = code.load(BENCHES.get(name, SGLANG), "millpond bench")
+        found[name] = list(measure(config.quick if name in BENCHES else config))
         if not config.json_:
             _table(name, found[name])
     if config.json_:
@@ -54,8 +65,8 @@ def main(argv: list[str]) -> int:
 
 def _names(words: list[str]) -> list[str]:
     for word in words:
-        if word not in BENCHES and word != "all":
-            raise UsageError(f"there is no benchmark {word!r}{closest(word, [*BENCHES, 'all'], PROG)}")
+        if word not in (*BENCHES, "sglang", "all"):
+            raise UsageError(f"there is no benchmark {word!r}{closest(word, [*BENCHES, 'sglang', 'all'], PROG)}")
     return list(BENCHES) if not words or "all" in words else list(dict.fromkeys(words))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from pipeline.prompts import parts
 
 PRESET = "shift"
 "The job of a run that names neither a model nor prompts."
+MADE_FIRST = {"logs", "redis", "prompts.jsonl", "model"}
+"All that a start which failed before config.toml can have left: no run that --resume could go on with."
 
 
 def resolve(argv: Sequence[str]) -> RunConfig:
@@ -56,8 +59,20 @@ def resolve(argv: Sequence[str]) -> RunConfig:
 
 def write_config(config: RunConfig, folder: Path) -> None:
     """What the processes of this run and a resume read; how this start came about is left out."""
-    once = config.model_copy(update={"resume": False, "take_over": False, "wait": False})
+    once = config.model_copy(update={"resume": False, "take_over": False, "wait": False, "load": None})
     put_config(folder, dump(once, idle(once)))
+
+
+def saved_since(folder: Path, load: Path) -> bool:
+    """Whether the run has checkpoints of later steps than `load`, which may have been pruned since."""
+
+    def step(checkpoint: Path) -> int:
+        return int(json.loads((checkpoint / "state.json").read_text())["step"])
+
+    try:
+        return any(step(p) > step(load) for p in (folder / "checkpoints").glob("[0-9]*") if p.name.isdigit())
+    except FileNotFoundError:
+        return True
 
 
 def put_config(folder: Path, text: str) -> None:
@@ -96,9 +111,13 @@ def _complete(config: RunConfig) -> None:
 
 def make_folder(config: RunConfig) -> Path:
     folder = config.out or RUNS
-    if folder.exists() and any(folder.iterdir()) and not config.resume:
+    try:
+        names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {folder}: no folder for a run can be made there: {error.strerror}") from None
+    if {name for name in names - MADE_FIRST if not name.startswith((".model-", ".prompts."))} and not config.resume:
         raise RunExists(f"{folder} is there already: --resume goes on with that run, another --out starts a new one")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
 

@@ -199,6 +199,8 @@ def _lease(stream: str, entry: bytes, fields: dict[str, str]) -> Lease:
     prompt = Prompt(int(fields["id"]), int(fields["attempt"]), int(fields["strikes"]), fields["prompt"])
     if min(prompt.id, prompt.attempt, prompt.strikes) < 0 or prompt.id >= 1 << 32:
         raise ValueError("a number that it cannot have")
+    if [str(prompt.id), str(prompt.attempt)] != [fields["id"], fields["attempt"]]:  # scripts compare them as text
+        raise ValueError("a number that is written in another way")
     return Lease(prompt, stream, entry.decode(), "alone" in fields)
 
 

@@ -12,6 +12,7 @@ import shlex
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -27,7 +28,7 @@ from pipeline.errors import MillpondError, RunExists, ServerError, Stopped, Usag
 from pipeline.keys import Keys
 from pipeline.log import mask, setup
 from pipeline.modes import check
-from pipeline.plan import make_files, make_folder, put_config, resolve, write_config
+from pipeline.plan import make_files, make_folder, put_config, resolve, saved_since, write_config
 from pipeline.progress import Progress, Tail
 from pipeline.server import EmbeddedServer, cli_line
 
@@ -86,10 +87,12 @@ class Supervisor:
         path = self.folder / "config.toml"
         before = path.read_text() if path.exists() else None
         write_config(self.config, self.folder)
+        self.epoch = self.broker.state().get("epoch")
         self.children = self._children()
         self.trainer = self.children[0]
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._interrupt)
         sys.stdout.write(f"Run {self.broker.keys.run} in {self.folder}\n")
         sys.stdout.flush()
         try:
@@ -119,7 +122,8 @@ class Supervisor:
         def train(restarts: int) -> list[str]:
             """Its own dead trainer it replaces at once, and one whose Redis was in this folder is dead."""
             own = restarts > 0 or (self.server is not None and self.config.resume)
-            return ["train", "--config", path, *(["--resume", "--take-over"] if own else first)]
+            back = ["--load", str(self.config.load)] if self.config.load and not self._has_gone_on() else []
+            return ["train", "--config", path, *(["--resume", "--take-over"] if own else first), *back]
 
         logs = self.folder / "logs"
         generators = [
@@ -128,6 +132,13 @@ class Supervisor:
         ]
         feeder = Child("feeder", lambda _: ["feed", "--config", path], logs, env)
         return [Child("trainer", train, logs, env), feeder, *generators]
+
+    def _has_gone_on(self) -> bool:
+        """Whether a trainer of ours has begun from --load and saved since, which must not be given up."""
+        state = self.broker.state()
+        if state.get("epoch") == self.epoch or state.get("status") == "starting":
+            return False
+        return saved_since(self.folder, self.config.load or Path())
 
     def _watch(self) -> int:
         """Until the trainer has ended, or something that will not heal has happened."""
@@ -196,8 +207,9 @@ class Supervisor:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupts += 1
         if self.interrupts == 1:
-            sys.stderr.write("\nmillpond: stopping; the trainer saves first (again: at once)\n")
             self.trainer.signal(signal.SIGTERM)
+            with suppress(OSError):  # a terminal that was closed
+                sys.stderr.write("\nmillpond: stopping; the trainer saves first (again: at once)\n")
 
     def _queues(self) -> dict[str, int]:
         """Queue depth and prompts in flight; nothing where Redis is away just now."""

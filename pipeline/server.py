@@ -94,7 +94,10 @@ class EmbeddedServer:
         binary = find_server()
         lock = redis_folder.lock(self.data)
         try:
-            self._access = redis_folder.prepare(self.data)
+            try:
+                self._access = redis_folder.prepare(self.data)
+            except OSError as error:
+                raise ServerError(f"{self.data} cannot be written: {error.strerror}") from None
             self._process = self._spawn(binary, lock)
         finally:
             os.close(lock)  # the server has it

@@ -241,7 +241,9 @@ def test_a_resume_sends_round_what_was_taken_and_not_committed_and_queued_groups
     assert (len(committed(real)), checkpoint.newest(tmp_path / "checkpoints")) == (8, tmp_path / "checkpoints/00000004")
     old = loop_of(real, tmp_path, resume=True)
     old.publish(old.now.version)
-    batch = old.drain.batch(Limit(6, old.now.lineage, 1))
+    old.broker.renew(status="running")
+    with crew(real, quick):
+        batch = old.drain.batch(Limit(6, old.now.lineage, 1))
     assert batch is not None
     old.step(batch)
     left = len(real.groups())

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from make import at_work, drain_of, feed, group, push, record, until
-from rig import Rig, agreed, policy
+from rig import Rig, agreed, ids, policy
 
 from consumers.drain import raise_alarm
 from consumers.staleness import Limit
@@ -236,6 +236,8 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "an id that is none": {"id": "x", "attempt": 1, "strikes": 0, "prompt": record(0)},
     "an id beyond all bitmaps": {"id": 2**62, "attempt": 1, "strikes": 0, "prompt": record(0)},
     "a negative id": {"id": -1, "attempt": 1, "strikes": 0, "prompt": record(0)},
+    "an id written in another way": {"id": "00", "attempt": 1, "strikes": 0, "prompt": record(0)},
+    "an attempt written in another way": {"id": 0, "attempt": "1_0", "strikes": 0, "prompt": record(0)},
     "an attempt that is none": {"id": 0, "attempt": "two", "strikes": 0, "prompt": record(0)},
     "no Unicode": {"id": 0, "attempt": 1, "strikes": 0, "prompt": b"\xff\xfe"},
 }
@@ -253,6 +255,29 @@ def test_entries_that_are_no_prompts_are_taken_out_and_told_of(real: Rig, caplog
     assert len(told) == 2 * len(ENTRIES) == len(real.entries("quarantine"))
     assert real.raw.xlen(real.keys["prompts"]) == real.raw.xlen(real.keys["prompts:retry"]) == 0
     assert real.conserved()
+
+
+@pytest.mark.parametrize("id", [10, 1_000_000, 2**32 - 1])
+def test_what_was_never_fed_is_not_pushed_and_moves_no_cursor_and_no_bitmap(real: Rig, id: int) -> None:
+    trainer = real.trainer()
+    feed(real, 4)
+    for stream in ("prompts", "prompts:retry"):
+        real.raw.xadd(real.keys[stream], {"id": id, "attempt": 1, "strikes": 2, "prompt": record(0)})
+    trainer = real.trainer()
+    assert real.standing().feed == 4
+    worker = real.worker()
+    leases = real.lease(worker, 8)
+    assert sorted(ids(leases)) == [0, 1, 2, 3, id, id]
+    good, bad = ([x for x in leases if (x.prompt.id < 4) is ours] for ours in (True, False))
+    assert real.push(worker, bad[:1]) == ["lost"]
+    assert real.do(worker.hand_back(bad[1:], "bad_sample", "strike")) == 1
+    assert real.counter("refused:alien") == 2
+    assert real.push(worker, good) == ["pushed"] * 4
+    assert len(real.take(trainer, 8)) == 4
+    real.trainer()
+    assert real.standing().feed == 4
+    assert not real.standing().refeed
+    assert all(real.raw.strlen(real.keys[f"done:{name}"]) <= 1 for name in ("committed", "dropped", "dead"))
 
 
 async def work_until(rig: Rig, done: Callable[[], object]) -> None:

@@ -21,9 +21,20 @@ def worker_pulse(real: Rig, heard: list[Any], silent_for: float = 0.0) -> Worker
 def test_the_trainers_pulse_keeps_it_from_being_replaced_while_it_trains(real: Rig) -> None:
     trainer = real.trainer()
     pulse = TrainerPulse(real.url, trainer)
-    real.raw.hset(real.keys["state"], "trainer_seen", 0)
+    real.raw.hset(real.keys["state"], "trainer_seen", 1)
     pulse.beat()
     assert real.now() - int(trainer.state()["trainer_seen"]) < 5000
+    pulse.broker.close()
+
+
+def test_a_trainer_that_has_said_its_last_word_is_not_alive_again_for_its_last_pulse(real: Rig) -> None:
+    trainer = real.trainer()
+    pulse = TrainerPulse(real.url, trainer)
+    trainer.finish("done", "all steps are done")
+    pulse.beat()
+    assert trainer.state()["trainer_seen"] == "0"
+    trainer.renew(status="running")
+    assert trainer.state()["trainer_seen"] != "0"
     pulse.broker.close()
 
 

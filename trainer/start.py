@@ -18,7 +18,7 @@ from pipeline.modes import agreed
 from trainer import checkpoint
 from trainer.backends.base import Backend
 from trainer.weights import newest_version
-from trainer.workshop import Workshop, claim, last_epoch
+from trainer.workshop import Workshop, claim, last_epoch, owner
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,10 @@ def begin(config: TrainConfig, broker: TrainerBroker, backend: Backend, folder: 
     found = _load(config, folder)
     if found is None and broker.committed():
         raise UsageError(
-            f"--resume: run {broker.keys.run} was trained without checkpoints (--save-interval 0) and cannot "
-            "go on; start a new run from its last weights, with --hf-checkpoint and a folder under weights/"
+            f"--resume: {broker.committed()} prompts of run {broker.keys.run} are committed, and {folder} has no "
+            "checkpoint: is that the run's folder (--out)? If it is, the run was trained without checkpoints "
+            "(--save-interval 0), or they were deleted, and it cannot go on; start another from its last weights, with "
+            "--hf-checkpoint and a folder under weights/"
         )
     _take_over(config, broker, max(found.epoch if found else 0, last_epoch(folder)))
     claim(folder, broker)
@@ -66,6 +68,10 @@ def begin(config: TrainConfig, broker: TrainerBroker, backend: Backend, folder: 
 
 def _refuse(config: TrainConfig, broker: TrainerBroker, folder: Path, state: dict[str, str]) -> None:
     run, known = broker.keys.run, "epoch" in state
+    if (other := owner(folder)) not in (None, run):
+        raise UsageError(
+            f"{folder} is the folder of run {other}: give run {run} another --out, or go on with --run {other}"
+        )
     if known and not config.goes_on:
         raise RunExists(
             f"run {run} is in this Redis already, trained by {state.get('trainer')}: --resume goes on with it, "

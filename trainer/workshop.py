@@ -80,11 +80,22 @@ def claim(folder: Path, broker: TrainerBroker) -> None:
     for shop in shops:
         shop.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         shop.folder.mkdir(mode=0o700)
+        (shop.folder / "run").touch(mode=0o600)
+        (shop.folder / "run").write_text(broker.keys.run)
     broker.renew()  # from here on, whoever takes over finds these
     for shop in shops:
         for epoch, path in _open(shop.root).items():
             if epoch < shop.epoch:
                 shop.take_away(path)
+
+
+def owner(folder: Path) -> str | None:
+    """The run whose trainer opened a workshop there last; None where there was none."""
+    newest = max(_open(folder).items(), default=None)
+    try:
+        return (newest[1] / "run").read_text() or None if newest else None
+    except FileNotFoundError:
+        return None
 
 
 def last_epoch(folder: Path) -> int:

@@ -1,4 +1,4 @@
--- keys: prompts prompts:retry dead done:committed done:dropped done:dead counters config unsettled wake workers:spare
+-- keys: prompts prompts:retry dead done:committed done:dropped done:dead counters config unsettled wake workers:spare feed
 -- flags: allow-oom
 -- ARGV: worker, reason, fault ('none', 'strike', 'bury' or 'drop'), then 'retry' or 'fresh' and stream id of each entry.
 -- Only entries still pending for the worker are touched. Answers how many.

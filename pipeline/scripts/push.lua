@@ -1,4 +1,4 @@
--- keys: groups groups:sizes open unsettled prompts prompts:retry done:committed done:dropped done:dead state counters config workers:spare
+-- keys: groups groups:sizes open unsettled prompts prompts:retry done:committed done:dropped done:dead state counters config workers:spare feed
 -- ARGV: 'retry' or 'fresh', stream id, worker, id, attempt, size in bytes.
 -- Runs right after RPUSH groups in one MULTI; the payload never enters Lua. Answers 'pushed', 'full' or 'lost'; all but
 -- the first 'pushed' take the payload out again.
@@ -15,9 +15,10 @@ if not p or p.id ~= ARGV[4] or p.attempt ~= ARGV[5] then
   local same = before and before.attempt == ARGV[5]
   return undo((same or redis.call('GETBIT', done_committed, ARGV[4]) == 1) and 'pushed' or 'lost')
 end
-if done(p.id) then
+local alien = tonumber(p.id) >= tonumber(redis.call('GET', feed) or math.huge) -- it was never fed
+if alien or done(p.id) then
   settle(stream, ARGV[2])
-  redis.call('HINCRBY', counters, 'refused:double', 1)
+  redis.call('HINCRBY', counters, alien and 'refused:alien' or 'refused:double', 1)
   return undo('lost')
 end
 local rules = agreed()

@@ -1,4 +1,4 @@
--- keys: state workers workers:info workers:spare prompts prompts:retry dead done:committed done:dropped done:dead counters config unsettled wake
+-- keys: state workers workers:info workers:spare prompts prompts:retry dead done:committed done:dropped done:dead counters config unsettled wake feed
 -- flags: allow-oom
 -- Sends what silent workers hold round again, with a strike; anyone may call it, every few seconds. Answers their names.
 -- Nobody is reaped for one limit after a gap in the ticks or a clock that went back: a paused Redis makes all look silent.

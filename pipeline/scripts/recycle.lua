@@ -1,4 +1,4 @@
--- keys: state open unsettled prompts prompts:retry dead done:committed done:dropped done:dead counters config wake
+-- keys: state open unsettled prompts prompts:retry dead done:committed done:dropped done:dead counters config wake feed
 -- flags: allow-oom
 -- ARGV: epoch, token, reason, fault, then id and attempt of each. Answers {fence, how many}.
 local answer = fence(ARGV[1], ARGV[2])
