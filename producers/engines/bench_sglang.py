@@ -54,7 +54,7 @@ def of_servers(config: BenchConfig) -> Iterator[Figure]:
         )
     key = config.engine_api_key.get_secret_value() if config.engine_api_key else None
     servers = Servers(tuple(config.engine_url.split(",")), key=key, concurrency=config.server_concurrency)
-    size = (8, 16, 1) if config.quick else (64, 128, 5)
+    size = (8, 16, 1) if config.quick else (32, 64, 5)
     seconds, tokens = asyncio.run(_compare(config.hf_checkpoint, servers, size))
     rates = {side: [n / s for n, s in zip(tokens[side], seconds[side], strict=True)] for side in seconds}
     for side in rates:
