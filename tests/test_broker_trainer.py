@@ -367,7 +367,7 @@ def test_a_trainer_that_finished_may_be_followed_at_once(run: Rig) -> None:
 
 def test_a_renewal_keeps_the_trainer_alive_and_sets_what_it_says(run: Rig) -> None:
     trainer = run.trainer()
-    run.raw.hset(run.keys["state"], "trainer_seen", 0)
+    run.raw.hset(run.keys["state"], "trainer_seen", 1)
     trainer.renew(why="step 3")
     trainer.renew()
     assert trainer.state()["why"] == "step 3"

@@ -1018,12 +1018,12 @@ def test_a_worker_that_was_declared_dead_hears_so(real: Rig) -> None:
 def test_the_trainers_sign_of_life_keeps_others_away_and_that_of_a_zombie_does_not(real: Rig) -> None:
     old = real.trainer()
     beats = TrainerPulse(real.url, old)
-    real.raw.hset(real.keys["state"], "trainer_seen", 0)
+    real.raw.hset(real.keys["state"], "trainer_seen", 1)
     beats.beat()
     with pytest.raises(UsageError, match="has a trainer: trainer, seen 0 s ago"):
         real.new_trainer().takeover("other")
     real.trainer()
-    real.raw.hset(real.keys["state"], "trainer_seen", 0)
+    real.raw.hset(real.keys["state"], "trainer_seen", 1)
     beats.beat()
     beats.broker.close()
-    assert real.raw.hget(real.keys["state"], "trainer_seen") == b"0"
+    assert real.raw.hget(real.keys["state"], "trainer_seen") == b"1"

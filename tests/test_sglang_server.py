@@ -281,14 +281,14 @@ def test_the_default_task_is_learned_from_a_real_server(server: Server, tmp_path
     rules = ("--rm-type", "positions", "--lr", "1e-3", "--lr-warmup-iters", "10", "--adam-beta2", "0.99")
     with Stage(tmp_path) as stage:
         run = run_of(
-            *(stage, server, out, "--prompt-data", data, "--rollout-shuffle", "--num-rollout", "60", *rules),
+            *(stage, server, out, "--prompt-data", data, "--rollout-shuffle", "--num-rollout", "90", *rules),
             *("--entropy-coef", "0.02", "--eps-clip-high", "0.28", "--rollout-max-response-len", "5"),
         )
         run.ends(0, seconds=400)
         places = audited(stage, out)
     lines = steps(out)
-    assert contiguous(lines) == 60
-    assert places["committed"] == 60 * 32
+    assert contiguous(lines) == 90
+    assert places["committed"] == 90 * 32
     rewards = [line["rollout/raw_reward"] for line in lines]
     assert fmean(rewards[-5:]) > fmean(rewards[:5]) + 0.2
     assert max(line["rollout/fully_async/max_staleness"] for line in lines) > 0

@@ -1,8 +1,9 @@
 -- One more round for a prompt, or its end. fault: 'none', 'strike' (its own fault), 'bury' (at once) or 'drop'.
 -- Frees before it is called, so it works at maxmemory. Answers true when the prompt waits again.
 local function again(p, reason, fault, limit)
-  if not (proper(p.id) and tonumber(p.attempt) and tonumber(p.strikes) and p.prompt) then
-    redis.call('HINCRBY', counters, 'refused:alien', 1) -- no prompt of this run: somebody else's entry
+  local known = proper(p.id) and tonumber(p.id) < tonumber(redis.call('GET', feed) or math.huge)
+  if not (known and tonumber(p.attempt) and tonumber(p.strikes) and p.prompt) then
+    redis.call('HINCRBY', counters, 'refused:alien', 1) -- no prompt of this run, or never fed: somebody else's entry
     return false
   end
   if done(p.id) then

@@ -1,4 +1,4 @@
--- keys: prompts prompts:retry feed
+-- keys: prompts prompts:retry
 -- flags: no-writes
 -- Every lease, for people and the audit: answers {'retry' or 'fresh', stream id, worker, ms since it was leased, prompt id}
 -- of each; the prompt id is '' where the entry itself is gone.

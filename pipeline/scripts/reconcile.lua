@@ -32,7 +32,8 @@ except(done_dropped, done_committed)
 except(done_dead, done_committed)
 
 local held, last = {}, 10 + 2 * ARGV[10]
-local cursor = math.max(tonumber(redis.call('GET', feed) or 0), tonumber(ARGV[4]))
+local was = redis.call('GET', feed)
+local cursor = math.max(tonumber(was or 0), tonumber(ARGV[4]))
 for i = last + 1, #ARGV, 5 do
   held[ARGV[i]] = i
   for _, bits in ipairs({done_dropped, done_dead}) do
@@ -48,7 +49,7 @@ end
 for _, stream in ipairs({prompts, prompts_retry}) do
   for _, entry in ipairs(redis.call('XRANGE', stream, '-', '+')) do
     local id = proper(fields(entry).id) -- nil: somebody else's, for the worker that leases it
-    cursor = math.max(cursor, (id or -1) + 1)
+    if id and not was then cursor = math.max(cursor, id + 1) end -- else what is beyond was never fed
     if id and (held[id] or done(id)) then settle(stream, entry[1]) end
   end
 end
