@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from pipeline import show
 from pipeline.broker import Broker
 from pipeline.config import option
-from pipeline.find import Look, arguments, found
+from pipeline.find import Look, found
+from pipeline.flags import arguments
 from pipeline.replies import Standing
 from pipeline.scripts import load
 

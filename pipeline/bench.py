@@ -18,7 +18,7 @@ from pydantic import SecretStr
 from pipeline import code, show
 from pipeline.config import Positive, Section, option
 from pipeline.errors import UsageError
-from pipeline.flags import parse
+from pipeline.flags import arguments
 from pipeline.measure import Figure
 from pipeline.options import closest
 from pipeline.urls import EngineUrls
@@ -49,8 +49,8 @@ class BenchConfig(Section):
 
 def main(argv: list[str]) -> int:
     """Exit code 0 whether aims are reached or not: they are for people to read."""
-    config = parse(BenchConfig, [word for word in argv if word.startswith("-")], os.environ, PROG)
-    names = _names([word for word in argv if not word.startswith("-")])
+    config, words = arguments(BenchConfig, argv, PROG)
+    names = _names(words)
     found: dict[str, list[Figure]] = {}
     for name in names:
         measure: Callable[[Any], Iterator[Figure]] = code.load(BENCHES.get(name, SGLANG), "millpond bench")

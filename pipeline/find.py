@@ -10,22 +10,19 @@ A stopped run's Redis is started for as long as the command looks, and changed b
 
 from __future__ import annotations
 
-import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pipeline.broker import Broker
 from pipeline.config import Connection, PositiveFloat, option
 from pipeline.errors import UsageError
-from pipeline.flags import parse
 from pipeline.keys import Keys
 from pipeline.log import mask
-from pipeline.options import flag, kinds
 from pipeline.server import EmbeddedServer, locate
 
 RUNS = Path("runs")
@@ -36,9 +33,6 @@ class Look(Connection):
     """Looking"""
 
     redis_patience: PositiveFloat = option(5.0, "seconds to wait for a Redis that is away before giving up")
-
-
-L = TypeVar("L", bound=Look)
 
 
 @dataclass(frozen=True)
@@ -56,18 +50,6 @@ class Found:
     @property
     def run(self) -> str:
         return self.broker.keys.run
-
-
-def arguments(model: type[L], argv: Sequence[str], prog: str) -> tuple[L, list[str]]:
-    """Flags, environment and file as `model`; and the words that belong to no flag."""
-    takes = {"--config", *(flag(name) for name, field in model.model_fields.items() if kinds(field) != [bool])}
-    words: list[str] = []
-    flags: list[str] = []
-    before = ""
-    for word in argv:
-        (flags if word.startswith("-") or before in takes else words).append(word)
-        before = "" if before in takes else word
-    return parse(model, flags, os.environ, prog), words
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,6 +72,18 @@ def parse(model: type[S], argv: Sequence[str], environ: Mapping[str, str], prog:
         raise UsageError(mask(str(error))) from None
     result.model_fields_set.intersection_update(chosen)
     return result
+
+
+def arguments(model: type[S], argv: Sequence[str], prog: str) -> tuple[S, list[str]]:
+    """Flags, environment and file as `model`; and the words that belong to no flag."""
+    takes = {"--config", *(flag(name) for name, field in model.model_fields.items() if kinds(field) != [bool])}
+    words: list[str] = []
+    flags: list[str] = []
+    before = ""
+    for word in argv:
+        (flags if word.startswith("-") or before in takes else words).append(word)
+        before = "" if before in takes else word
+    return parse(model, flags, os.environ, prog), words
 
 
 def dump(config: Section, idle: Mapping[str, str] | None = None) -> str:

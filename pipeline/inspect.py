@@ -15,7 +15,8 @@ from pipeline.broker import Broker
 from pipeline.config import Positive, option
 from pipeline.entries import Entry, dead, errors, groups, prompts, quarantine
 from pipeline.errors import UsageError
-from pipeline.find import Look, arguments, found
+from pipeline.find import Look, found
+from pipeline.flags import arguments
 
 
 class InspectLook(Look):

@@ -11,7 +11,8 @@ from pipeline.broker import Broker
 from pipeline.config import option
 from pipeline.errors import UsageError
 from pipeline.fence import HEARTBEAT_LIMIT_MS
-from pipeline.find import Found, Look, arguments, found
+from pipeline.find import Found, Look, found
+from pipeline.flags import arguments
 
 
 class PurgeLook(Look):

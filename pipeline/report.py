@@ -19,7 +19,8 @@ from pipeline import chart, show
 from pipeline.chart import Cell, Point
 from pipeline.config import option
 from pipeline.errors import UsageError
-from pipeline.find import Look, arguments, folder_of
+from pipeline.find import Look, folder_of
+from pipeline.flags import arguments
 
 Line = dict[str, Any]
 ROWS = 24

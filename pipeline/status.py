@@ -16,7 +16,8 @@ from pipeline.causes import Cause, causes
 from pipeline.config import PositiveFloat, option
 from pipeline.entries import oldest_lag
 from pipeline.errors import RedisDown
-from pipeline.find import Found, Look, arguments, found, settings
+from pipeline.find import Found, Look, found, settings
+from pipeline.flags import arguments
 from pipeline.glance import look
 from pipeline.overview import Overview, Worker
 from pipeline.server import locate

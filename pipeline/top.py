@@ -22,7 +22,8 @@ from pipeline import show, status
 from pipeline.config import PositiveFloat, option
 from pipeline.entries import oldest_lag
 from pipeline.errors import RedisDown
-from pipeline.find import Found, Look, arguments, found
+from pipeline.find import Found, Look, found
+from pipeline.flags import arguments
 from pipeline.glance import look
 from pipeline.overview import Overview
 from pipeline.progress import Tail

@@ -21,7 +21,8 @@ from typing import Any
 from pipeline import tracking
 from pipeline.config import PositiveFloat, Tracking, option
 from pipeline.errors import UsageError
-from pipeline.find import Found, Look, arguments, folder_of, found
+from pipeline.find import Found, Look, folder_of, found
+from pipeline.flags import arguments
 from pipeline.log import setup
 from pipeline.modes import check
 from pipeline.progress import Tail

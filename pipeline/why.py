@@ -16,7 +16,8 @@ from pipeline import show
 from pipeline.causes import Cause, causes
 from pipeline.config import PositiveFloat, option
 from pipeline.errors import RedisDown
-from pipeline.find import Found, Look, arguments, found
+from pipeline.find import Found, Look, found
+from pipeline.flags import arguments
 from pipeline.glance import look
 from pipeline.overview import Overview
 

@@ -31,6 +31,7 @@ from pipeline.server import EmbeddedServer
 from pipeline.types import Policy
 from producers.engines import sglang_wire as wire
 from producers.engines.base import Request, Sampling
+from producers.engines.bench_updates import of_updates
 from producers.engines.sglang import SGLangEngine
 from producers.engines.sglang_http import open_session
 from producers.engines.sglang_pool import Servers
@@ -60,6 +61,7 @@ def of_servers(config: BenchConfig) -> Iterator[Figure]:
     for side in rates:
         yield Figure(f"{side}_tokens", sorted(rates[side])[len(rates[side]) // 2], "tokens/s")
     yield Figure("millpond_over_bare", ratio(rates["millpond"], rates["bare"]), "x", at_least=0.9)
+    yield from of_updates(config.hf_checkpoint, servers, *((16, 2) if config.quick else (64, 20)))
 
 
 Rounds = dict[str, list[float]]
