@@ -31,7 +31,7 @@ class CausalModel:
         if spread:
             shard(self.module, device)
         self.module.to(device)
-        self._device = device
+        self.device = device
         self._positions = torch.empty(0, dtype=torch.int64)
         head = self.module.get_output_embeddings()
         if head is None:
@@ -45,7 +45,7 @@ class CausalModel:
         model does to its logits after the head (scaling, capping) stays in place.
         """
         self._positions = positions
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             logits: Tensor = self.module(input_ids=input_ids, use_cache=False).logits[0]
         return logits
 
@@ -70,7 +70,7 @@ class CausalModel:
         all ranks take part."""
         for _, tensor in named(self.module):
             found = whole(tensor)
-            yield found.to(self._device, self._saved_as(tensor)).contiguous() if lead else EMPTY
+            yield found.to(self.device, self._saved_as(tensor)).contiguous() if lead else EMPTY
 
     def _saved_as(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype

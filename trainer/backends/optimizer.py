@@ -15,6 +15,19 @@ from trainer.backends.state import Saved
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+def rate(config: TrainConfig, updates: int) -> float:
+    """The learning rate of the update after so many."""
+    warmup = config.lr_warmup_iters
+    if updates < warmup:
+        return config.lr * (updates + 1) / warmup
+    last = config.lr_decay_iters or config.num_rollout or 0
+    if config.lr_decay_style == "constant" or last <= warmup:
+        return config.lr
+    done = min(1.0, (updates - warmup) / (last - warmup))
+    left = 1 - done if config.lr_decay_style == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.min_lr + (config.lr - config.min_lr) * left
+
+
 class Optimizer:
     """`updates`: steps taken."""
 
@@ -34,15 +47,7 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """Of the next update."""
-        config, warmup = self._config, self._config.lr_warmup_iters
-        if self.updates < warmup:
-            return config.lr * (self.updates + 1) / warmup
-        last = config.lr_decay_iters or config.num_rollout or 0
-        if config.lr_decay_style == "constant" or last <= warmup:
-            return config.lr
-        done = min(1.0, (self.updates - warmup) / (last - warmup))
-        left = 1 - done if config.lr_decay_style == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return config.min_lr + (config.lr - config.min_lr) * left
+        return rate(self._config, self.updates)
 
     def clip(self) -> float:
         """The gradient's norm before it was cut to the limit."""

@@ -1,23 +1,17 @@
-"""Trains any Hugging Face causal language model, on CPUs or GPUs; over several ranks its weights are spread (FSDP2).
-
-All ranks are given the same groups and work out the same split; each runs its share of the samples. Whatever decides
-(figures, norms, whether there is an update) is the same number on all.
-"""
+"""Trains any Hugging Face causal language model, on CPUs or GPUs; over several ranks its weights are spread (FSDP2)."""
 
 from __future__ import annotations
 
-import logging
-import math
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.config import TrainConfig
-from pipeline.errors import MillpondError, UsageError
+from pipeline.errors import UsageError
 from pipeline.rendezvous import Piece
 from pipeline.types import Group
 from trainer import batch, losses
@@ -25,16 +19,10 @@ from trainer.backends import sharded, state
 from trainer.backends.base import At
 from trainer.backends.hf import CausalModel
 from trainer.backends.optimizer import Optimizer
+from trainer.backends.steps import Judge, Steps
 from trainer.batch import Microbatch, Unit
-from trainer.credit import Penalties
-from trainer.mismatch import Mismatch
-from trainer.objective import Objective, Told
+from trainer.objective import Objective
 from trainer.ranks import Ranks
-
-log = logging.getLogger(__name__)
-
-PATIENCE = 3
-"minibatches in a row that may fail to be finite; the last of them ends the run"
 
 
 class TorchBackend:
@@ -43,45 +31,16 @@ class TorchBackend:
     def __init__(self, config: TrainConfig, tis: bool, ranks: Ranks | None = None) -> None:
         torch.set_num_threads(config.torch_threads)
         torch.manual_seed(config.seed)
-        self._config = config
         self._ranks = ranks or Ranks()
-        self._objective = Objective(config, tis)
+        objective = Objective(config, tis)
         self._device = device_of(config)
         self._model = CausalModel(config.hf_checkpoint, self._device, self._ranks.world > 1)
-        self._reference = self._frozen() if self._objective.needs_reference else None
+        reference = self._frozen(config) if objective.needs_reference else None
         self._optimizer = Optimizer(self._model.module, config)
-        self._bad = 0
-        self._mismatch = Mismatch()
+        self._steps = Steps(config, objective, Whole(config, self._model, reference, self._optimizer, self._ranks))
 
     def train(self, groups: Sequence[Group], step: int, at: At | None = None) -> dict[str, float]:
-        """See Backend. Means are 0 where no minibatch counted; lr is the first minibatch's, grad_norm their mean."""
-        config, lr, names = self._config, self._optimizer.lr, self._objective.figures
-        found = batch.units(groups, at.age if at else lambda version: None)
-        penalties = self._penalties(found)
-        minis = [
-            self._objective.weighted(mini)
-            for mini in batch.minibatches(
-                self._objective.credited(found, penalties), config.global_batch_size, (config.seed, step)
-            )
-        ]
-        shares = [self._share(mini) for mini in minis]
-        olds = [[self._told(self._model, m) if len(minis) > 1 else None for m in micros] for micros in shares]
-        results = [self._minibatch(*parts, step) for parts in zip(minis, shares, olds, strict=True)]
-        done = [(_count(mini), *result) for mini, result in zip(minis, results, strict=True) if result is not None]
-        tokens = max(1, sum(count for count, _, _ in done))
-        sums = sum((total for _, total, _ in done), torch.zeros(self._objective.size))
-        by_age = self._objective.by_age(sums)
-        self._mismatch.look(by_age, at)
-        means = zip(names, sums.tolist(), strict=False)
-        return {f"train/{name}": value / tokens for name, value in means} | {
-            **by_age,
-            "train/grad_norm": sum(norm for _, _, norm in done) / max(1, len(done)),
-            "train/lr": lr,
-            "train/optimizer_steps": float(len(done)),
-            "train/skipped": float(len(results) - len(done)),
-            "train/masked_samples": float(sum(not unit.rows for unit in found)),
-            **({"train/kl": float(np.concatenate([*penalties.values()]).mean()) / config.kl_coef} if penalties else {}),
-        }
+        return self._steps.train(groups, step, at)
 
     def save_weights(self, folder: Path) -> None:
         self._model.save(folder, self._ranks.lead)
@@ -119,93 +78,67 @@ class TorchBackend:
             yield name, sharded.whole(tensor)
         yield "rng", torch.get_rng_state()
 
-    def _share(self, minibatch: Sequence[Unit]) -> list[Microbatch]:
-        """What this rank runs of it."""
-        found = batch.share(minibatch, self._config.max_tokens_per_gpu, self._ranks.rank, self._ranks.world)
-        return [micro.to(self._device) for micro in found]
-
-    def _minibatch(
-        self, mini: Sequence[Unit], micros: list[Microbatch], olds: list[Tensor | None], step: int
-    ) -> tuple[Tensor, float] | None:
-        """One optimizer step. Returns sums of the figures and the gradient norm, None where they are not finite.
-
-        With nothing to learn there is no backward pass: on gradients of 0 momentum and decay would move the weights.
-        """
-        count, learn = _count(mini), self._objective.learns(mini)
-        if not learn:
-            log.warning("step %d: no update: %s", step, "all advantages are 0" if count else "every token is masked")
-        total = torch.zeros(self._objective.size)
-        with torch.set_grad_enabled(learn):
-            for micro, old in zip(micros, olds, strict=True):
-                figures = self._sums(micro, old, count)
-                if learn:
-                    (figures[0] / count).backward()  # type: ignore[no-untyped-call]
-                total += figures.detach().cpu()
-        total = self._ranks.total(total)
-        norm = self._optimizer.clip() if learn else 0.0
-        finite = math.isfinite(norm) and bool(total.isfinite().all())
-        if learn and finite:
-            self._optimizer.update()
-            self._bad = 0
-        self._optimizer.forget()
-        if finite:
-            return total, norm
-        self._complain(step, norm)
-        return None
-
-    def _sums(self, micro: Microbatch, old: Tensor | None, count: int) -> Tensor:
-        reference = self._told(self._reference, micro) if self._reference and self._config.use_kl_loss else None
-        logprobs, entropy = self._forward(self._model, micro)
-        return self._objective.sums(micro, Told(logprobs, entropy, old, reference), count)
-
-    def _forward(self, model: CausalModel, micro: Microbatch) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy at each trained token, [N], at the rollout's temperature."""
-        logits, temperature = model.logits(micro.input_ids, micro.predictors), self._config.rollout_temperature
-        if temperature != 1:  # a copy less where it is
-            logits = logits.float() / temperature
-        return losses.logprobs_and_entropy(logits, micro.targets, self._config.entropy_coef > 0)
-
-    def _told(self, model: CausalModel, micro: Microbatch) -> Tensor:
-        """A model's log-probabilities, [N], without gradient."""
-        with torch.no_grad():
-            return self._forward(model, micro)[0]
-
-    def _penalties(self, units: Sequence[Unit]) -> Penalties | None:
-        """What drift from the reference costs of the reward, by trained token, of all ranks' shares."""
-        if self._reference is None or self._config.kl_coef == 0:
-            return None
-        places = {(*u.id, n): row for u in units for n, row in enumerate(u.rows)}
-        ends = dict(zip(places, np.cumsum([len(row.targets) for row in places.values()]).tolist(), strict=True))
-        costs = torch.zeros(max(ends.values(), default=0), dtype=torch.float64)
-        for micro in self._share(units):
-            own = self._config.use_rollout_logprobs
-            before = micro.logprobs if own else self._told(self._model, micro)
-            drift = (before - self._told(self._reference, micro)).double().cpu() * self._config.kl_coef
-            for id, part in zip(micro.ids, torch.split(drift, micro.lengths.tolist()), strict=True):
-                costs[ends[id] - len(part) : ends[id]] = part
-        flat = np.split(self._ranks.total(costs).numpy(), np.cumsum([u.tokens for u in units])[:-1])
-        return {unit.id: part for unit, part in zip(units, flat, strict=True) if unit.rows}
-
-    def _frozen(self) -> CausalModel:
+    def _frozen(self, config: TrainConfig) -> CausalModel:
         """The reference. UsageError where it is another kind of model."""
-        folder = self._config.ref_load or self._config.hf_checkpoint
-        model = CausalModel(folder, self._device, self._ranks.world > 1)
+        model = CausalModel(config.ref_load or config.hf_checkpoint, self._device, self._ranks.world > 1)
         model.module.requires_grad_(False)
         words = [m.module.get_output_embeddings().weight.shape[0] for m in (self._model, model)]
         if words[0] != words[1]:
-            raise UsageError(f"--ref-load {self._config.ref_load}: {words[1]} tokens, --hf-checkpoint has {words[0]}")
+            raise UsageError(f"--ref-load {config.ref_load}: {words[1]} tokens, --hf-checkpoint has {words[0]}")
         return model
 
-    def _complain(self, step: int, norm: float) -> None:
-        self._bad += 1
-        problem = f"step {step}: the loss or its gradient is not finite (gradient norm {norm})"
-        if self._bad >= PATIENCE:
-            raise MillpondError(f"{problem}, {self._bad} times in a row: lower --lr, or go back to an older checkpoint")
-        log.warning("%s: minibatch skipped, weights unchanged", problem)
 
+@dataclass(frozen=True)
+class Whole:
+    """See trainer.backends.steps.Model: a microbatch at a time, through a model that looks whole to each rank."""
 
-def _count(minibatch: Sequence[Unit]) -> int:
-    return sum(unit.tokens for unit in minibatch)
+    config: TrainConfig
+    model: CausalModel
+    reference: CausalModel | None
+    optimizer: Optimizer
+    ranks: Ranks
+
+    @property
+    def lr(self) -> float:
+        return self.optimizer.lr
+
+    def share(self, units: Sequence[Unit]) -> list[Microbatch]:
+        found = batch.share(units, self.config.max_tokens_per_gpu, self.ranks.rank, self.ranks.world)
+        return [micro.to(self.model.device) for micro in found]
+
+    def total(self, tensor: Tensor) -> Tensor:
+        return self.ranks.total(tensor)
+
+    @torch.no_grad()
+    def told(self, micros: Sequence[Microbatch], reference: bool = False) -> list[Tensor]:
+        model = self.reference if reference and self.reference else self.model
+        return [self._forward(model, micro)[0] for micro in micros]
+
+    def run(self, micros: Sequence[Microbatch], judge: Judge, count: int, learn: bool) -> list[Tensor]:
+        found = []
+        with torch.set_grad_enabled(learn):
+            for place, micro in enumerate(micros):
+                figures = judge(place, *self._forward(self.model, micro))
+                if learn:
+                    (figures[0] / count).backward()  # type: ignore[no-untyped-call]
+                found.append(figures.detach())
+        return found
+
+    def clip(self) -> float:
+        return self.optimizer.clip()
+
+    def update(self) -> None:
+        self.optimizer.update()
+
+    def forget(self) -> None:
+        self.optimizer.forget()
+
+    def _forward(self, model: CausalModel, micro: Microbatch) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy at each trained token, [N], at the rollout's temperature."""
+        logits, temperature = model.logits(micro.input_ids, micro.predictors), self.config.rollout_temperature
+        if temperature != 1:  # a copy less where it is
+            logits = logits.float() / temperature
+        return losses.logprobs_and_entropy(logits, micro.targets, self.config.entropy_coef > 0)
 
 
 def device_of(config: TrainConfig) -> torch.device:
