@@ -176,5 +176,11 @@ class Broker:
         """Names of workers found dead; what they held goes round again."""
         return [w.decode() for w in self.patiently(lambda: self.script("reap"))]
 
+    def note(self, worker: str, what: str, trace: str = "") -> None:
+        """For people, among the errors of workers; ends nothing."""
+        epoch: Any = self.patiently(lambda: self.client.hget(self.keys["state"], "epoch"))
+        entry: Any = {"worker": worker, "epoch": epoch or b"0", "what": what, "trace": trace[-20_000:]}
+        self.patiently(lambda: self.client.xadd(self.keys["errors"], entry, maxlen=1000))
+
     def close(self) -> None:
         self.client.close()

@@ -21,6 +21,7 @@ COMMANDS: Commands = {
     "run": ("pipeline.run:main", "train a model on this machine: Redis, feeder, generators and trainer in one"),
     "feed": ("producers.cli:feed", "feed prompts from a file to a run"),
     "generate": ("producers.cli:generate", "generate and score answers; start as many as you like"),
+    "worker": ("producers.worker:main", "do what must hold nobody up: evaluations, and rewards that may hang"),
     "train": ("trainer.cli:main", "train on finished groups and publish the weights"),
     "status": ("pipeline.status:main", "what waits where, who works, how old and how fast"),
     "top": ("pipeline.top:main", "the same on the whole terminal, live; q leaves"),

@@ -157,6 +157,12 @@ class GenerateConfig(Connection, Engines, Rewards):
     """Generates and scores answers. Needs the Redis, the run's name and an engine; the rest comes with the run."""
 
 
+class WorkerConfig(GenerateConfig):
+    """Does jobs of a run: evaluations, and rewards that are slow or can hang. Needs what a generator needs."""
+
+    worker_jobs: Literal["all", "evals", "rewards"] = option("all", "which jobs this worker takes")
+
+
 class TrainConfig(Connection, Rollout, Async, Rewards, Training, Transport, Tracking, Refused, Takeover):
     """Trains on finished groups and publishes the weights. Writes down what all workers must agree on."""
 
@@ -196,6 +202,7 @@ ROLES: dict[str, type[Section]] = {
     "run": RunConfig,
     "feed": FeedConfig,
     "generate": GenerateConfig,
+    "worker": WorkerConfig,
     "train": TrainConfig,
 }
 
@@ -204,6 +211,7 @@ class Agreed(Rollout):
     """What stands in the key `config`: every worker reads it and takes no prompts before it agrees."""
 
     group_rm: bool
+    rm_place: Literal["generator", "worker"] = "generator"
     code: dict[str, str]
     "digest of each dotted path or reward type a worker must have as well, by field name"
     bound: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 
 from pipeline.errors import UsageError
@@ -39,6 +40,21 @@ NAMES: dict[str, str] = {
     "wake": "pub/sub channel: room, prompts, version, pause, stop",
 }
 
+RQ_NAMES: dict[str, str] = {
+    "rq:queues": "set of all queues, of all runs; as are `rq:workers` of workers",
+    "rq:queue:QUEUE": "list of ids of jobs that wait; QUEUE is the run's prefix and `evals` or `rewards`",
+    "rq:queue:QUEUE:intermediate": "list of ids that a worker has taken and not begun",
+    "rq:wip:QUEUE": "zset 'id:execution' -> when who does it counts as dead",
+    "rq:finished:QUEUE": "zset id -> when its result goes; as is `rq:failed:QUEUE` of jobs that failed",
+    "rq:job:ID": "hash: a job: JSON arguments (zlib), status, time-out, retries left; ID begins with `Keys.job_tag`",
+    "rq:results:ID": "stream: how it ended: JSON value, or why it failed",
+    "rq:execution:ID:EXECUTION": "hash that expires with its worker; as does `rq:executions:ID`",
+    "rq:workers:QUEUE": "set of workers",
+    "rq:worker:WORKER": "hash that expires 20 s after a sign of life; WORKER begins with the run's prefix",
+    "rq:tidy:QUEUE": "string that expires: one worker looks for what dead ones have left",
+}
+"Keys of RQ, under its own prefix: so `rq info` and its like find them. Text and JSON, nothing is pickled."
+
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -55,6 +71,15 @@ class Keys:
         if name not in NAMES:
             raise KeyError(name)
         return self.prefix + name
+
+    def queue(self, name: str) -> str:
+        """A queue of RQ's, as its tools show it: `millpond:demo:evals`."""
+        return self.prefix + name
+
+    @property
+    def job_tag(self) -> str:
+        """What ids of this run's jobs begin with. RQ allows no dots in them, and runs `a.b` and `a_b` are two."""
+        return f"{self.run.replace('.', '_')}-{hashlib.sha256(self.run.encode()).hexdigest()[:6]}-"
 
     def all(self) -> list[str]:
         return [self.prefix + name for name in NAMES]

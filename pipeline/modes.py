@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline import algorithms, tracking, transport
+from pipeline import algorithms, scoring, tracking, transport
 from pipeline.code import digest
-from pipeline.config import Agreed, Engines, GenerateConfig, Rewards, Rollout, RunConfig, Section, TrainConfig
+from pipeline.config import Agreed, Engines, Rollout, RunConfig, Section, TrainConfig
 from pipeline.errors import UsageError
 from pipeline.options import flag
 from pipeline.room import bound
@@ -72,11 +72,9 @@ def resolve_rollout(config: Trained) -> Selection:
 
 def check(config: Section) -> list[str]:
     """Warnings; raises UsageError with a sentence for each thing that cannot work."""
-    refusals = [*_idle_flags(config), *tracking.missing(config)]
+    refusals = [*_idle_flags(config), *tracking.missing(config), *scoring.refused(config)]
     if isinstance(config, TrainConfig | RunConfig):
         refusals += [*_refused(config), *_modes(config), *_training(config), *_going_on(config)]
-    if isinstance(config, GenerateConfig | RunConfig) and config.rm_type is None and config.custom_rm_path is None:
-        refusals.append("no reward: choose one with --rm-type or --custom-rm-path")
     if isinstance(config, Engines):
         refusals += [*_engines(config)]
     if refusals:
@@ -86,7 +84,7 @@ def check(config: Section) -> list[str]:
 
 def idle(config: Section) -> dict[str, str]:
     """Fields that do nothing in the mode of `config`, each with why. Setting one is an error."""
-    rules = [*tracking.idle(config), *transport.idle(config)]
+    rules = [*tracking.idle(config), *transport.idle(config), *scoring.idle(config)]
     if isinstance(config, TrainConfig | RunConfig):
         rules += _idle_training(config)
     if isinstance(config, RunConfig):
@@ -96,10 +94,6 @@ def idle(config: Section) -> dict[str, str]:
         rules.append((config.engine != "echo", "it belongs to --engine echo", echo))
         sglang = ("engine_url", "engine_router_url", "engine_api_key", "engine_timeout")
         rules.append((config.engine != "sglang", "it belongs to --engine sglang", sglang))
-    if isinstance(config, Rewards):
-        built_in = ("rm_type", "rm_url", "rm_api_key", "rm_timeout", "rm_patience", "rm_workers", "rm_memory")
-        rules.append((config.custom_rm_path is not None, "--custom-rm-path takes its place", built_in))
-        rules.append((config.custom_rm_path is None, "only a --custom-rm-path scores whole groups", ("group_rm",)))
     return {name: why for holds, why, names in rules if holds for name in names}
 
 
@@ -236,6 +230,7 @@ def agreed(config: Trained) -> Agreed:
     return Agreed(
         **{name: getattr(config, name) for name in Rollout.model_fields},
         group_rm=config.group_rm,
+        rm_place=config.rm_place,
         code={name: digest(path) for name, path in named.items() if path is not None and name not in unused},
         bound=_bound(config),
         in_flight=config.rollout_batch_size if samples is None else max(1, samples // config.n_samples_per_prompt),

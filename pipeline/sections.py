@@ -92,10 +92,17 @@ class Rewards(Section):
     rm_url: WebUrl | None = option(None, "remote_rm: where prompt, response and label are posted")
     rm_api_key: SecretStr | None = option(None, "remote_rm: the judge's bearer token; best given in the environment")
     rm_timeout: PositiveFloat = option(
-        10.0, "seconds for one answer: of processor time where it is graded here, for one request to --rm-url"
+        10.0,
+        "seconds for one answer: of processor time where it is graded here, for one request to --rm-url; for a "
+        "--custom-rm-path in a worker until it is killed",
     )
-    rm_patience: PositiveFloat = option(600.0, "seconds an outage of --rm-url is sat out before an answer is unscored")
-    rm_workers: Positive = option(2, "grading processes of a generator")
+    rm_patience: PositiveFloat = option(
+        600.0, "seconds an outage of --rm-url is sat out, or a worker waited for, before an answer is unscored"
+    )
+    rm_place: Literal["generator", "worker"] = option(
+        "generator", "where answers are scored; worker: by `millpond worker`, in processes that are killed if they hang"
+    )
+    rm_workers: Positive = option(2, "grading processes of a generator, or of a worker")
     rm_memory: Positive = option(512, "MiB that grading one answer may take")
     group_rm: bool = option(False, "the reward function scores a whole group at once")
     dynamic_sampling_filter_path: str | None = option(None, "keep or drop a group where it is made, module.function")

@@ -47,7 +47,7 @@ def feed(argv: list[str]) -> int:
     check(config)
     found = join(config)
     setup("feeder", found.folder)
-    broker = _verified(found, "feeder", config.redis_patience)
+    broker = verified(found, "feeder", config.redis_patience)
     return feeder.main(config, broker, broker.stop)
 
 
@@ -57,7 +57,7 @@ def generate(argv: list[str]) -> int:
     check(config)
     found = join(config)
     setup(f"generator-{os.getpid()}", found.folder)
-    _verified(found, "worker", config.redis_patience).close()
+    verified(found, "worker", config.redis_patience).close()
     code = asyncio.run(_generate(config, found))
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
         log.warning("a reward function is still running; it is not waited for")
@@ -66,7 +66,7 @@ def generate(argv: list[str]) -> int:
     return code
 
 
-def _verified(found: Place, name: str, patience: float) -> Broker:
+def verified(found: Place, name: str, patience: float) -> Broker:
     """A broker on a Redis that may be used, waited for until a signal says otherwise."""
     broker = Broker(found.url, Keys(found.run), name, patience)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -170,7 +170,7 @@ async def _rules(broker: WorkerBroker, config: GenerateConfig) -> Agreed | None:
     while not broker.stop.is_set():
         rules = await broker.agreed()
         if rules is not None:
-            _same_code(rules, config)
+            same_code(rules, config)
             return rules
         now = time.monotonic()
         if now - began > config.redis_patience:
@@ -182,7 +182,7 @@ async def _rules(broker: WorkerBroker, config: GenerateConfig) -> Agreed | None:
     return None
 
 
-def _same_code(rules: Agreed, config: GenerateConfig) -> None:
+def same_code(rules: Agreed, config: GenerateConfig) -> None:
     """UsageError unless this worker has the functions, rewards and filters that the run was started with."""
     for name in CODE:
         mine = getattr(config, name)

@@ -1,0 +1,61 @@
+"""What `millpond worker` does: one entry a kind of job (`pipeline.jobs.KINDS`), and nothing else is ever called.
+
+To add a kind: a `Kind` there, and here an async context manager that is given a Desk, makes ready what the kind needs
+(an engine, a scorer) and yields the function; its arguments and what it returns are JSON values. All of it lives in a
+process of its own, where torch may be loaded, and which is killed when a job takes longer than who put it allows.
+What the function raises fails the job, with its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Agreed, WorkerConfig
+from pipeline.jobs import REWARD
+from producers import rewards
+from producers.rewards.base import RewardInput
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What a job finds in its process."""
+
+    config: WorkerConfig
+    "this worker's own: dotted paths are from here, never from Redis"
+    rules: Agreed
+    "what all workers of the run agree on"
+    run: str
+    url: str = field(repr=False)
+    "of the run's Redis"
+    folder: Path | None
+    "the run's, where this worker was told of it"
+
+
+Function = Callable[..., Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a kind is done."""
+
+    ready: Callable[[Desk], AbstractAsyncContextManager[Function]]
+    lasting: bool
+    "one process does job after job; else each has a new one, which gives back all that it took"
+
+
+@asynccontextmanager
+async def reward(desk: Desk) -> AsyncIterator[Function]:
+    """Scores one answer, or a group, as a generator would; the reward has graded known answers before."""
+    async with rewards.opened(desk.config, desk.rules.group_rm) as scorer:
+
+        async def score(inputs: list[dict[str, Any]]) -> list[float | None]:
+            return await scorer.score_group([RewardInput(**given) for given in inputs])
+
+        yield score
+
+
+JOBS = {REWARD.name: Job(reward, lasting=True)}
