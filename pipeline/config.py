@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import SecretStr
 
 from pipeline.algorithms import Algorithm, Optimizing
+from pipeline.fitting import Fitting
 from pipeline.sections import Data, Fraction, JsonMap, Positive, PositiveFloat, Rewards, Section, Tracking, option
 from pipeline.transport import Transport
 from pipeline.urls import EngineUrl, EngineUrls, RedisUrl
@@ -97,12 +98,11 @@ class Engines(Section):
     echo_abort_rate: float = option(0.0, "echo: share of samples that abort", ge=0, le=1)
 
 
-class Training(Optimizing, Algorithm):
+class Training(Optimizing, Algorithm, Fitting):
     """Training"""
 
     num_rollout: Positive | None = option(None, "training steps; the smaller of steps and epochs ends the run")
     global_batch_size: Positive | None = option(None, "samples in an optimizer step (default: the whole batch)")
-    max_tokens_per_gpu: Positive = option(16384, "tokens in a forward pass, padding included")
     train_backend: Literal["torch", "echo"] = option("torch", "torch, or echo: trains nothing, for tests")
     echo_train_seconds: float = option(0.0, "echo: seconds a training step takes", ge=0)
     seed: int = option(1234, "seed of the trainer", ge=0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline import algorithms, scoring, tracking, transport
+from pipeline import algorithms, fitting, scoring, tracking, transport
 from pipeline.code import digest
 from pipeline.config import Agreed, Engines, Rollout, RunConfig, Section, TrainConfig
 from pipeline.errors import UsageError
@@ -84,7 +84,7 @@ def check(config: Section) -> list[str]:
 
 def idle(config: Section) -> dict[str, str]:
     """Fields that do nothing in the mode of `config`, each with why. Setting one is an error."""
-    rules = [*tracking.idle(config), *transport.idle(config), *scoring.idle(config)]
+    rules = [rule for theme in (tracking, transport, scoring, fitting) for rule in theme.idle(config)]
     if isinstance(config, TrainConfig | RunConfig):
         rules += _idle_training(config)
     if isinstance(config, RunConfig):

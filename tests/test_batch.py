@@ -9,7 +9,7 @@ from trainer_groups import group, random_groups, sample, sequence
 from pipeline.errors import GroupError
 from pipeline.types import ABORTED, Group
 from trainer.advantages import Estimator, centred, grpo
-from trainer.batch import Microbatch, Unit, aggregated, microbatches, minibatches, units
+from trainer.batch import Microbatch, Passes, Unit, aggregated, microbatches, minibatches, shares, units
 from trainer.credit import credit
 
 GRPO, CENTRED = Estimator(grpo), Estimator(centred)
@@ -32,7 +32,7 @@ def test_each_trained_token_is_predicted_by_the_position_before_it() -> None:
 def test_rows_are_padded_on_the_right_and_their_tokens_lie_flat() -> None:
     short, long = sequence([5], [6, 7]), sequence([5, 5], [8, 9], logprob=-0.5)
     found = credited([group(0, sample(0, 0.0, short), sample(1, 1.0, long))], CENTRED)
-    (micro,) = microbatches(aggregated(found, "token", 1), 100)
+    (micro,) = microbatches(aggregated(found, "token", 1), Passes(100))
     assert micro.ids == ((0, 1, 0), (0, 0, 0))
     assert micro.input_ids.tolist() == [[5, 5, 8], [5, 6, 0]]
     assert micro.predictors.tolist() == [1, 2, 3, 4]
@@ -116,11 +116,28 @@ def tokens_of(micro: Microbatch) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("budget", [1, 12, 40, 10_000])
 def test_packing_keeps_to_the_budget_and_loses_no_token(budget: int) -> None:
     found = credited(random_groups(6, 5))
-    micros = microbatches(found, budget)
+    micros = microbatches(found, Passes(budget))
     assert all(m.input_ids.numel() <= budget or len(m.ids) == 1 for m in micros)
-    (whole,) = microbatches(found, 1 << 40)
+    (whole,) = microbatches(found, Passes(1 << 40))
     assert sorted(t for m in micros for t in tokens_of(m)) == sorted(tokens_of(whole))
     assert sum(len(row.targets) for unit in found for row in unit.rows) == len(whole.targets)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 1000])
+def test_passes_may_hold_so_many_sequences_whatever_their_length(rows: int) -> None:
+    found = credited(random_groups(6, 5))
+    micros = microbatches(found, Passes(1, rows))
+    assert {len(m.ids) for m in micros} == {min(rows, 30)}
+    (whole,) = microbatches(found, Passes(1 << 40))
+    assert sorted(t for m in micros for t in tokens_of(m)) == sorted(tokens_of(whole))
+
+
+def test_ranks_may_have_as_many_samples_instead_of_as_many_tokens() -> None:
+    found = units(random_groups(7, 3))
+    parts = shares(found, 4, balanced=False)
+    assert [len(part) for part in parts] == [6, 5, 5, 5]
+    assert sorted(unit.id for part in parts for unit in part) == [unit.id for unit in found]
+    assert parts != shares(found, 4)
 
 
 def test_the_weights_of_a_minibatch_add_up_to_a_mean_of_its_kind() -> None:
@@ -137,11 +154,11 @@ def test_the_weights_of_a_minibatch_add_up_to_a_mean_of_its_kind() -> None:
 
 
 def test_a_batch_with_nothing_to_train_on_has_no_microbatches() -> None:
-    assert microbatches([Unit((0, 0), 1.0, ())], 100) == []
+    assert microbatches([Unit((0, 0), 1.0, ())], Passes(100)) == []
 
 
 def test_the_tensors_have_the_types_that_the_model_takes() -> None:
-    (micro,) = microbatches(units(random_groups(1, 2)), 100)
+    (micro,) = microbatches(units(random_groups(1, 2)), Passes(100))
     kinds = [micro.input_ids, micro.predictors, micro.targets, micro.logprobs, micro.advantages]
     assert [str(t.dtype) for t in kinds] == ["torch.int64"] * 3 + ["torch.float32"] * 2
     assert np.prod(micro.input_ids.shape) > micro.predictors.max()

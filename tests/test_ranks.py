@@ -22,7 +22,7 @@ from trainer_groups import random_groups
 from pipeline.keys import Keys
 from pipeline.leases import WorkerBroker
 from trainer import demo_model
-from trainer.batch import share, shares, units
+from trainer.batch import Passes, share, shares, units
 
 TESTS = Path(__file__).parent
 
@@ -47,13 +47,20 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 RULES: dict[str, dict[str, Any]] = {
-    "GRPO by minibatches": {"global_batch_size": 5, "entropy_coef": 0.01},
+    "GRPO by minibatches": {"global_batch_size": 5, "entropy_coef": 0.01, "gradient_checkpointing": True},
     "REINFORCE++ with KL": {
         "advantage_estimator": "reinforce_plus_plus",
         "kl_coef": 0.1,
         "use_kl_loss": True,
         "kl_loss_coef": 0.1,
         "max_tokens_per_gpu": 24,
+    },
+    "each has all": {
+        "data_parallel_sharding_strategy": "no_shard",
+        "balance_data": False,
+        "use_dynamic_batch_size": False,
+        "micro_batch_size": 2,
+        "kl_coef": 0.1,
     },
 }
 
@@ -88,7 +95,7 @@ def test_two_ranks_make_the_steps_of_one_with_any_count_of_samples(tmp_path: Pat
 @pytest.mark.parametrize(("prompts", "ranks"), [(1, 4), (5, 4), (103, 4), (2, 1), (0, 3)])
 def test_any_count_of_samples_on_any_number_of_ranks_loses_none_and_all_run_as_often(prompts: int, ranks: int) -> None:
     found = units(random_groups(prompts, 2))
-    parts = [share(found, 40, rank, ranks) for rank in range(ranks)]
+    parts = [share(found, Passes(40), rank, ranks) for rank in range(ranks)]
     assert len({len(part) for part in parts}) == 1
     ids = sorted(id for part in parts for micro in part for id in micro.ids)
     assert ids == sorted((*unit.id, 0) for unit in found)

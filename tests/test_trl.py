@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer_groups import random_groups
 
 from pipeline.config import TrainConfig
-from trainer.batch import microbatches, units
+from trainer.batch import Passes, microbatches, units
 from trainer.objective import Objective, Told
 
 LIMIT = 7.0
@@ -25,7 +25,7 @@ class Case:
     def __init__(self, fields: dict[str, Any]) -> None:
         self.objective = Objective(config(fields), tis=bool(fields.get("use_tis")))
         credited = self.objective.credited(units(random_groups(4, 4)), None)
-        (self.micro,) = microbatches(self.objective.weighted(credited), 1 << 20)
+        (self.micro,) = microbatches(self.objective.weighted(credited), Passes(1 << 20))
         lengths = self.micro.lengths
         self.mask = (torch.arange(int(lengths.max())) < lengths[:, None]).double()
         torch.manual_seed(5)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import GroupError
+from pipeline.fitting import Fitting
 from pipeline.types import ABORTED, Group, Logprobs, Sample, Tokens
 from pipeline.types import Sequence as Trace
 
@@ -66,6 +67,23 @@ class Unit:
     def cost(self) -> int:
         """Tokens that go through the model."""
         return sum(len(row.inputs) for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How forward passes are filled."""
+
+    tokens: int
+    "at most, with the padding"
+    rows: int | None = None
+    "so many, in place of `tokens`"
+    balanced: bool = True
+    "ranks get about as many tokens; or else about as many samples"
+
+
+def passes(config: Fitting) -> Passes:
+    rows = None if config.use_dynamic_batch_size else config.micro_batch_size
+    return Passes(config.max_tokens_per_gpu, rows, config.balance_data)
 
 
 @dataclass(frozen=True)
@@ -136,8 +154,11 @@ def aggregated(minibatch: Sequence[Unit], kind: str, constant: float) -> list[Un
     ]
 
 
-def shares(minibatch: Sequence[Unit], ranks: int) -> list[list[Unit]]:
-    """The units of each rank, of about as many tokens: the longest first, each to the rank that has least."""
+def shares(minibatch: Sequence[Unit], ranks: int, balanced: bool = True) -> list[list[Unit]]:
+    """The units of each rank, of about as many tokens: the longest first, each to the rank that has least. Not
+    `balanced`: in turn."""
+    if not balanced:
+        return [list(minibatch[rank::ranks]) for rank in range(ranks)]
     found: list[list[Unit]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for unit in sorted(minibatch, key=lambda unit: -unit.cost):
@@ -147,18 +168,15 @@ def shares(minibatch: Sequence[Unit], ranks: int) -> list[list[Unit]]:
     return found
 
 
-def microbatches(minibatch: Sequence[Unit], budget: int) -> list[Microbatch]:
-    """Rows of like length together, each microbatch at most `budget` tokens with its padding.
-
-    A row longer than the budget cannot be cut: it gets a microbatch of its own.
-    """
-    return [_stack(rows) for rows in _packed(minibatch, budget)]
+def microbatches(minibatch: Sequence[Unit], how: Passes) -> list[Microbatch]:
+    """Rows of like length together. A row of more than `how.tokens` cannot be cut: it gets one of its own."""
+    return [_stack(rows) for rows in _packed(minibatch, how)]
 
 
-def share(minibatch: Sequence[Unit], budget: int, rank: int, ranks: int) -> list[Microbatch]:
+def share(minibatch: Sequence[Unit], how: Passes, rank: int, ranks: int) -> list[Microbatch]:
     """The microbatches of one rank; all ranks have as many, as each forward pass may be a collective: what lacks is
     made up by some without a token to train on."""
-    packed = [_packed(units, budget) for units in shares(minibatch, ranks)]
+    packed = [_packed(units, how) for units in shares(minibatch, ranks, how.balanced)]
     most = max(map(len, packed))
     return [_stack(rows) for rows in packed[rank]] + [_stack([]) for _ in range(most - len(packed[rank]))]
 
@@ -166,13 +184,13 @@ def share(minibatch: Sequence[Unit], budget: int, rank: int, ranks: int) -> list
 Placed = tuple[tuple[int, int, int], Row]
 
 
-def _packed(minibatch: Sequence[Unit], budget: int) -> list[list[Placed]]:
+def _packed(minibatch: Sequence[Unit], how: Passes) -> list[list[Placed]]:
     rows = [((*unit.id, n), row) for unit in minibatch for n, row in enumerate(unit.rows)]
     rows.sort(key=lambda pair: -len(pair[1].inputs))
     found = []
     start = 0
     while start < len(rows):
-        fits = max(1, budget // len(rows[start][1].inputs))
+        fits = how.rows or max(1, how.tokens // len(rows[start][1].inputs))
         found.append(rows[start : start + fits])
         start += fits
     return found

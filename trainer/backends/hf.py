@@ -4,32 +4,48 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pipeline.errors import UsageError
 from pipeline.rendezvous import Piece
-from trainer.backends.sharded import named, shard, whole
+from trainer.backends.sharded import layers, named, shard, whole
 
 EMPTY = torch.empty(0)
 
 COPIED = ("tokenizer*", "vocab*", "merges.txt", "*_tokens*.json", "chat_template*", "*.model", "generation_config.json")
 
 
+@dataclass(frozen=True)
+class Form:
+    """How a model lies in memory and runs."""
+
+    spread: bool = False
+    "over all ranks of the process group"
+    bf16: bool = False
+    "passes in bfloat16, over float32 weights"
+    recompute: bool = False
+    "layers are worked out again in the backward pass"
+
+
 class CausalModel:
-    """On a GPU the forward pass runs in bfloat16, over float32 weights.
+    """It stays in eval mode: dropout would make its probabilities other ones than the sampler's."""
 
-    It stays in eval mode: dropout would make its probabilities other ones than the sampler's.
-    """
-
-    def __init__(self, folder: Path | None, device: torch.device, spread: bool = False) -> None:
-        """`spread`: over all ranks of the process group. Errors: UsageError."""
+    def __init__(self, folder: Path | None, device: torch.device, form: Form = Form()) -> None:
+        """Errors: UsageError."""
         self._folder, self.module, self._dtype = _load(folder)
-        if spread:
-            shard(self.module, device)
+        self.spread, self._bf16 = form.spread, form.bf16
+        if form.recompute:  # by hand, as transformers does it in train mode only
+            for layer in layers(self.module):
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        if form.spread:
+            shard(self.module, form.bf16)
         self.module.to(device)
         self.device = device
         self._positions = torch.empty(0, dtype=torch.int64)
@@ -39,13 +55,13 @@ class CausalModel:
         head.register_forward_pre_hook(self._keep)
 
     def logits(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """int64 [B, T] padded on the right, int64 [N] into the flattened [B * T] -> [N, V] (bfloat16 on a GPU).
+        """int64 [B, T] padded on the right, int64 [N] into the flattened [B * T] -> [N, V], in the dtype of passes.
 
         Only the N positions reach the output head: with a large vocabulary the logits of all would not fit. What a
         model does to its logits after the head (scaling, capping) stays in place.
         """
         self._positions = positions
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._bf16):
             logits: Tensor = self.module(input_ids=input_ids, use_cache=False).logits[0]
         return logits
 

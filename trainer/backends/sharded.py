@@ -1,11 +1,12 @@
-"""A model whose parameters are spread over ranks (FSDP2): each holds a slice of all, and gathers a layer to use it.
+"""A model on several ranks: spread, so that each holds a slice of all and gathers a layer to use it (FSDP2), or whole
+on each, with gradients added up (DDP).
 
-One process has it whole; every function here does what it says for both.
+One process has it whole; every function here does what it says for all of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,18 +14,45 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from trainer.ranks import Ranks
 
-def shard(module: nn.Module, device: torch.device) -> None:
+BUCKET = 64 << 20
+"numbers that are added up at once"
+
+
+def shard(module: nn.Module, bf16: bool) -> None:
     """Each layer by itself, then what is left. Gradients are added up, not averaged: losses are weighted as parts of
     the whole minibatch's already."""
-    cuda = device.type == "cuda"
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if cuda else MixedPrecisionPolicy()
-    for layer in (*_layers(module), module):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    for layer in (*layers(module), module):
         fully_shard(layer, mp_policy=policy)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+
+
+def add_up(parameters: Iterable[nn.Parameter], ranks: Ranks, bucket: int = BUCKET) -> None:
+    """Gradients of parameters that each rank has whole become their sums over all ranks; collective. What no rank has
+    used stays without one."""
+    trained = [p for p in parameters if p.requires_grad]
+    used = ranks.total(torch.tensor([float(p.grad is not None) for p in trained])).tolist()
+    held: list[Tensor] = []
+    for parameter in (p for p, count in zip(trained, used, strict=True) if count):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if sum(map(Tensor.numel, held)) + parameter.numel() > bucket:
+            _added(held, ranks)
+            held = []
+        held.append(parameter.grad)
+    _added(held, ranks)
+
+
+def _added(held: list[Tensor], ranks: Ranks) -> None:
+    if held:
+        flat = ranks.total(torch.cat([tensor.flatten() for tensor in held]))
+        for tensor, part in zip(held, torch.split(flat, [tensor.numel() for tensor in held]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -49,7 +77,7 @@ def named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.detach()
 
 
-def _layers(module: nn.Module) -> Any:
+def layers(module: nn.Module) -> Any:
     """The decoder's blocks: the longest list of modules there is."""
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
     return max(lists, key=len, default=())

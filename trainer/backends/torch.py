@@ -1,4 +1,5 @@
-"""Trains any Hugging Face causal language model, on CPUs or GPUs; over several ranks its weights are spread (FSDP2)."""
+"""Trains any Hugging Face causal language model, on CPUs or GPUs; over several ranks its weights are spread (FSDP2) or
+whole on each (DDP)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from pipeline.types import Group
 from trainer import batch, losses
 from trainer.backends import sharded, state
 from trainer.backends.base import At
-from trainer.backends.hf import CausalModel
+from trainer.backends.hf import CausalModel, Form
 from trainer.backends.optimizer import Optimizer
 from trainer.backends.steps import Judge, Steps
 from trainer.batch import Microbatch, Unit
@@ -34,7 +35,8 @@ class TorchBackend:
         self._ranks = ranks or Ranks()
         objective = Objective(config, tis)
         self._device = device_of(config)
-        self._model = CausalModel(config.hf_checkpoint, self._device, self._ranks.world > 1)
+        self._form = form_of(config, self._ranks, self._device)
+        self._model = CausalModel(config.hf_checkpoint, self._device, self._form)
         reference = self._frozen(config) if objective.needs_reference else None
         self._optimizer = Optimizer(self._model.module, config)
         self._steps = Steps(config, objective, Whole(config, self._model, reference, self._optimizer, self._ranks))
@@ -80,7 +82,7 @@ class TorchBackend:
 
     def _frozen(self, config: TrainConfig) -> CausalModel:
         """The reference. UsageError where it is another kind of model."""
-        model = CausalModel(config.ref_load or config.hf_checkpoint, self._device, self._ranks.world > 1)
+        model = CausalModel(config.ref_load or config.hf_checkpoint, self._device, self._form)
         model.module.requires_grad_(False)
         words = [m.module.get_output_embeddings().weight.shape[0] for m in (self._model, model)]
         if words[0] != words[1]:
@@ -103,7 +105,7 @@ class Whole:
         return self.optimizer.lr
 
     def share(self, units: Sequence[Unit]) -> list[Microbatch]:
-        found = batch.share(units, self.config.max_tokens_per_gpu, self.ranks.rank, self.ranks.world)
+        found = batch.share(units, batch.passes(self.config), self.ranks.rank, self.ranks.world)
         return [micro.to(self.model.device) for micro in found]
 
     def total(self, tensor: Tensor) -> Tensor:
@@ -122,6 +124,8 @@ class Whole:
                 if learn:
                     (figures[0] / count).backward()  # type: ignore[no-untyped-call]
                 found.append(figures.detach())
+        if learn and self.ranks.world > 1 and not self.model.spread:
+            sharded.add_up(self.model.module.parameters(), self.ranks)
         return found
 
     def clip(self) -> float:
@@ -139,6 +143,12 @@ class Whole:
         if temperature != 1:  # a copy less where it is
             logits = logits.float() / temperature
         return losses.logprobs_and_entropy(logits, micro.targets, self.config.entropy_coef > 0)
+
+
+def form_of(config: TrainConfig, ranks: Ranks, device: torch.device) -> Form:
+    spread = ranks.world > 1 and config.data_parallel_sharding_strategy != "no_shard"
+    bf16 = device.type == "cuda" if config.bf16 is None else config.bf16
+    return Form(spread, bf16, config.gradient_checkpointing)
 
 
 def device_of(config: TrainConfig) -> torch.device:
