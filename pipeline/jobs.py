@@ -119,7 +119,7 @@ class Jobs:
         found = dict(raw)
         known = {id: found.get(Result.get_key(id).encode()) for id in ids}
         result = {id: _outcome(entries[-1]) for id, entries in known.items() if entries}
-        waiting = [id for id in ids if id not in result]
+        waiting = [] if result else list(ids)  # who has died is looked for when all is quiet
         there = self._exist([Job.key_for(id) for id in waiting] + [Result.get_key(id) for id in waiting])
         for n, id in enumerate(waiting):
             if not there[n] and not there[n + len(waiting)]:

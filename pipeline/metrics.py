@@ -101,6 +101,7 @@ def rollout(groups: Sequence[Group]) -> Values:
     equal = Counter(reward for group in groups if (reward := _equal_reward(group)) is not None)
     return {
         **({"rollout/raw_reward": fmean(rewards)} if rewards else {}),
+        "rollout/unscored": len(samples) - len(rewards),
         **_statistics("rollout/response_len", [response_len(sample) for sample in samples]),
         "rollout/truncated_ratio": fmean(sample.status == TRUNCATED for sample in samples),
         "rollout/zero_std/ratio": equal.total() / len(groups),

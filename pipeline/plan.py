@@ -57,6 +57,12 @@ def resolve(argv: Sequence[str]) -> RunConfig:
     return filled
 
 
+def others_of(config: RunConfig) -> list[tuple[str, str]]:
+    """(name, command) of the processes beside the trainer; a worker only where there are jobs for one."""
+    worker = [("worker", "worker")] if config.rm_place == "worker" else []
+    return [("feeder", "feed"), *((f"generator-{i}", "generate") for i in range(config.generators)), *worker]
+
+
 def write_config(config: RunConfig, folder: Path) -> None:
     """What the processes of this run and a resume read; how this start came about is left out."""
     once = config.model_copy(update={"resume": False, "take_over": False, "wait": False, "load": None})

@@ -28,7 +28,7 @@ from pipeline.errors import MillpondError, RunExists, ServerError, Stopped, Usag
 from pipeline.keys import Keys
 from pipeline.log import mask, setup
 from pipeline.modes import check
-from pipeline.plan import make_files, make_folder, put_config, resolve, saved_since, write_config
+from pipeline.plan import make_files, make_folder, others_of, put_config, resolve, saved_since, write_config
 from pipeline.progress import Progress, Tail
 from pipeline.server import EmbeddedServer, cli_line
 
@@ -126,12 +126,11 @@ class Supervisor:
             return ["train", "--config", path, *(["--resume", "--take-over"] if own else first), *back]
 
         logs = self.folder / "logs"
-        generators = [
-            Child(f"generator-{i}", lambda _: ["generate", "--config", path], logs, env)
-            for i in range(self.config.generators)
-        ]
-        feeder = Child("feeder", lambda _: ["feed", "--config", path], logs, env)
-        return [Child("trainer", train, logs, env), feeder, *generators]
+
+        def other(name: str, command: str) -> Child:
+            return Child(name, lambda _: [command, "--config", path], logs, env)
+
+        return [Child("trainer", train, logs, env), *(other(*names) for names in others_of(self.config))]
 
     def _has_gone_on(self) -> bool:
         """Whether a trainer of ours has begun from --load and saved since, which must not be given up."""

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -21,6 +22,7 @@ from pipeline.config import Agreed, FeedConfig, GenerateConfig
 from pipeline.connect import verify
 from pipeline.errors import MillpondError, RedisDown, Starved, Stopped, UsageError
 from pipeline.flags import parse
+from pipeline.jobs import Jobs
 from pipeline.join import Place, join
 from pipeline.keys import Keys
 from pipeline.leases import WorkerBroker, new_worker_id
@@ -33,6 +35,7 @@ from producers import custom_generate, engines, feeder, filters, rewards
 from producers.engines.base import Engine
 from producers.generator import Generator
 from producers.group import Maker
+from producers.rewards import by_worker
 from producers.work import Worker
 
 log = logging.getLogger(__name__)
@@ -84,7 +87,7 @@ async def _generate(config: GenerateConfig, found: Place) -> int:
         rules = await _rules(broker, config)
         if rules is not None:
             async with (
-                rewards.opened(config, rules.group_rm) as scorer,
+                _scorer(config, rules, found) as scorer,
                 _generator(broker, config, rules, found, scorer) as generator,
             ):
                 _on_signals(generator.halt)
@@ -102,6 +105,12 @@ async def _generate(config: GenerateConfig, found: Place) -> int:
         await broker.close()
     log.info("everything is handed back; worker %s leaves", worker)
     return 0
+
+
+def _scorer(config: GenerateConfig, rules: Agreed, found: Place) -> AbstractAsyncContextManager[rewards.Scorer]:
+    if rules.rm_place == "worker":
+        return by_worker.opened(config, rules.group_rm, Jobs(found.url, Keys(found.run), "rewards"))
+    return rewards.opened(config, rules.group_rm)
 
 
 def _on_signals(act: Callable[[], None]) -> None:

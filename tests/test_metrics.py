@@ -77,6 +77,7 @@ def test_rollout_metrics_have_slimes_names() -> None:
     found = rollout([group((1.0, 2), (0.0, 4)), group((0.25, 6), (0.25, 8), status=TRUNCATED)])
     assert found == {
         "rollout/raw_reward": 0.375,
+        "rollout/unscored": 0,
         "rollout/response_len/mean": 5,
         "rollout/response_len/min": 2,
         "rollout/response_len/max": 8,
@@ -90,6 +91,7 @@ def test_rollout_metrics_have_slimes_names() -> None:
 def test_an_unscored_sample_is_not_a_zero() -> None:
     found = rollout([group((1.0, 1), (None, 1)), group((None, 1), (None, 1))])
     assert found["rollout/raw_reward"] == 1.0
+    assert found["rollout/unscored"] == 3
     assert found["rollout/zero_std/ratio"] == 0
     assert "rollout/raw_reward" not in rollout([group((None, 1))])
 
