@@ -38,7 +38,20 @@ Causes = Iterator[Cause]
 def causes(view: Overview, stopped: bool = False) -> list[Cause]:
     """Root causes first. `stopped`: the Redis ran for this look only, so nobody else can be there."""
     over = list(_over(view, stopped))
-    rules = (_redis, _trainer, _alarm, _paused, _config, _workers, _engines, _prompts, _busy, _bounds, _generating)
+    rules = (
+        _redis,
+        _trainer,
+        _alarm,
+        _paused,
+        _config,
+        _workers,
+        _jobs,
+        _engines,
+        _prompts,
+        _busy,
+        _bounds,
+        _generating,
+    )
     return over or [cause for rule in rules for cause in rule(view)]
 
 
@@ -121,6 +134,19 @@ def _workers(view: Overview) -> Causes:
     elif silent:
         names = ", ".join(clean(w.name) for w in silent)
         yield Cause("some silent", "wait", f"silent, soon declared dead: {names}")
+
+
+def _jobs(view: Overview) -> Causes:
+    """Rewards hold generators up, evaluations nobody."""
+    for queue in view.jobs:
+        if queue.waiting and not queue.workers:
+            what = f"{queue.waiting} {queue.name} wait and no worker is there"
+            yield Cause(
+                f"no worker for {queue.name}",
+                "fault" if queue.name == "rewards" else "wait",
+                what,
+                "start `millpond worker`, or see the log of the one that ended",
+            )
 
 
 def _engines(view: Overview) -> Causes:

@@ -10,6 +10,7 @@ from redis.exceptions import NoPermissionError, RedisError, ResponseError
 from pipeline.broker import Broker
 from pipeline.errors import MessageError
 from pipeline.fence import HEARTBEAT_LIMIT_MS
+from pipeline.job_queues import queues
 from pipeline.keys import GROUP
 from pipeline.outage import passing
 from pipeline.overview import Caps, Failure, Overview, Prompts, Queues, Trainer, Worker
@@ -53,11 +54,12 @@ def look(broker: Broker, save_interval: int | None = None) -> Overview:
             raw["dead"],
             _reasons(raw["counters"]),
         ),
+        jobs=raw["jobs"],
     )
 
 
 def _ask(broker: Broker) -> dict[str, Any]:
-    return {**_counted(broker), "refuses": _refusal(broker), "feeder": _feeder(broker)}
+    return {**_counted(broker), "refuses": _refusal(broker), "feeder": _feeder(broker), "jobs": queues(broker)}
 
 
 def _refusal(broker: Broker) -> str:

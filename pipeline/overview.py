@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.types import Policy
@@ -99,6 +99,20 @@ class Prompts:
 
 
 @dataclass(frozen=True)
+class JobQueue:
+    """Jobs of a kind, counted."""
+
+    name: str
+    "evals or rewards"
+    waiting: int
+    running: int
+    failed: int
+    "whose reasons are kept yet"
+    workers: int
+    "that gave a sign of life within 20 s; each does one job at a time"
+
+
+@dataclass(frozen=True)
 class Overview:
     status: str
     why: str
@@ -127,3 +141,4 @@ class Overview:
     trainer: Trainer
     workers: list[Worker]
     prompts: Prompts
+    jobs: list[JobQueue] = field(default_factory=list)

@@ -13,6 +13,7 @@ from pipeline.errors import UsageError
 from pipeline.fence import HEARTBEAT_LIMIT_MS
 from pipeline.find import Found, Look, found
 from pipeline.flags import arguments
+from pipeline.job_queues import leave_sets, queues, rq_keys
 
 
 class PurgeLook(Look):
@@ -60,13 +61,19 @@ def living(broker: Broker) -> list[str]:
     return [
         *([f"trainer {show.text(trainer or b'?')}"] if int(seen or 0) > since else []),
         *(f"worker {show.text(name)}" for name, beat in workers if beat > since),
+        *(f"{jobs.workers} workers for {jobs.name}" for jobs in queues(broker) if jobs.workers),
         *(f"feeder (connected as client {c['id']})" for c in clients if c["name"] == f"{broker.keys.prefix}feeder"),
     ]
 
 
 def _keys(broker: Broker) -> list[bytes]:
-    """Every key under the run's prefix, those that `pipeline.keys` does not know, too. Names hold no pattern."""
-    return list(broker.patiently(lambda: set(broker.client.scan_iter(match=f"{broker.keys.prefix}*", count=1000))))
+    """Every key under the run's prefix, those that `pipeline.keys` does not know, too, and those of its jobs. Names hold
+    no pattern."""
+
+    def scan() -> set[bytes]:
+        return {*broker.client.scan_iter(match=f"{broker.keys.prefix}*", count=1000), *rq_keys(broker)}
+
+    return list(broker.patiently(scan))
 
 
 def _agreed(run: Found, count: int) -> bool:
@@ -79,4 +86,5 @@ def _delete(broker: Broker) -> int:
     keys = _keys(broker)
     for start in range(0, len(keys), 100):
         broker.patiently(partial(broker.client.unlink, *keys[start : start + 100]))
+    broker.patiently(lambda: leave_sets(broker))
     return len(keys)

@@ -139,6 +139,8 @@ def flow(view: Overview, behind: int | None) -> Iterator[tuple[str, str]]:
     yield "trainer has", f"{q.taken} taken, {q.trained} trained and not in a checkpoint"
     limit = "unbounded" if caps.max_staleness is None else f"max staleness {caps.max_staleness}"
     yield "room", "?" if caps.room is None else f"{max(0, caps.room)}{_of(caps.bound)} groups may be leased ({limit})"
+    for jobs in view.jobs:
+        yield jobs.name, f"{jobs.waiting} wait, {jobs.running} run, {jobs.failed} failed; workers: {jobs.workers}"
     yield "open", f"{q.open}{_of(caps.open)} groups pushed and not committed"
 
 
