@@ -127,16 +127,18 @@ class Jobs:
         return result
 
     def forget(self, ids: Sequence[str]) -> None:
-        """Takes jobs out of Redis, wherever they stand; one that runs is run to its end for nobody."""
-        from rq.exceptions import NoSuchJobError
+        """Takes jobs out of Redis, all in one call; one that runs is run to its end for nobody."""
+        from rq.job import Job
+        from rq.results import Result
 
+        pipe = self.client.pipeline(transaction=False)
         for id in ids:
-            kind = next(k for k in KINDS.values() if id.startswith(f"{self.keys.job_tag}{k.name}-"))
-            queue = self._queue(kind)
-            try:
-                queue.job_class.fetch(id, connection=self.client, serializer=queue.serializer).delete()
-            except NoSuchJobError:
-                continue
+            pipe.delete(Job.key_for(id), Result.get_key(id))
+            queue = next(self._queue(k) for k in KINDS.values() if id.startswith(f"{self.keys.job_tag}{k.name}-"))
+            pipe.lrem(queue.key, 1, id)
+            pipe.zrem(queue.finished_job_registry.key, id)
+            pipe.zrem(queue.failed_job_registry.key, id)
+        pipe.execute()
 
     def offer(self, kind: Kind, name: str, arguments: Mapping[str, Any], timeout: float) -> tuple[str, str]:
         """As `put` for who must not be held up by Redis: (id, "") or ("", why it could not be put)."""

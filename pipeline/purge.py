@@ -67,8 +67,7 @@ def living(broker: Broker) -> list[str]:
 
 
 def _keys(broker: Broker) -> list[bytes]:
-    """Every key under the run's prefix, those that `pipeline.keys` does not know, too, and those of its jobs. Names hold
-    no pattern."""
+    """Every key under the run's prefix, those that `pipeline.keys` does not know, too, and those of its jobs."""
 
     def scan() -> set[bytes]:
         return {*broker.client.scan_iter(match=f"{broker.keys.prefix}*", count=1000), *rq_keys(broker)}
