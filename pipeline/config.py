@@ -13,6 +13,8 @@ from pydantic import SecretStr
 
 from pipeline.algorithms import Algorithm, Optimizing
 from pipeline.fitting import Fitting
+from pipeline.recording import Recording
+from pipeline.refused import Refused
 from pipeline.sections import Data, Fraction, JsonMap, Positive, PositiveFloat, Rewards, Section, Tracking, option
 from pipeline.transport import Transport
 from pipeline.urls import EngineUrl, EngineUrls, RedisUrl
@@ -116,16 +118,6 @@ class Training(Optimizing, Algorithm, Fitting):
     eval_function_path: str | None = option(None, "evaluation function, module.function")
 
 
-class Refused(Section):
-    """Known elsewhere, refused here with a sentence"""
-
-    colocate: bool = option(False, "trainer and engine on the same GPUs in turn")
-    partial_rollout: bool = option(False, "continue half answers with new weights")
-    recompute_logprobs_via_prefill: bool = option(False, "log-probabilities from the engine's prefill")
-    rollout_all_samples_process_path: str | None = option(None, "function over all samples, dropped ones included")
-    lora_adapters: int = option(1, "LoRA adapters trained at once", ge=1)
-
-
 class Resume(Section):
     """Going on"""
 
@@ -163,7 +155,7 @@ class WorkerConfig(GenerateConfig):
     worker_jobs: Literal["all", "evals", "rewards"] = option("all", "which jobs this worker takes")
 
 
-class TrainConfig(Connection, Rollout, Async, Rewards, Training, Transport, Tracking, Refused, Takeover):
+class TrainConfig(Connection, Rollout, Async, Rewards, Training, Recording, Transport, Tracking, Refused, Takeover):
     """Trains on finished groups and publishes the weights. Writes down what all workers must agree on."""
 
     hf_checkpoint: Path | None = option(None, "model and tokenizer folder in the Hugging Face layout")
@@ -186,6 +178,7 @@ class RunConfig(
     Rewards,
     Engines,
     Training,
+    Recording,
     Transport,
     Tracking,
     Refused,
@@ -226,4 +219,5 @@ class Agreed(Rollout):
     pause_generation_mode: Literal["retract", "in_place"]
     async_unused_samples_handler: Literal["retry", "drop"] = "retry"
     update_weight_transport: Literal["disk", "distributed"] = "disk"
+    deterministic_mode: bool = False
     heartbeat_limit_ms: int = 20_000

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline import algorithms, fitting, scoring, tracking, transport
+from pipeline import algorithms, fitting, recording, refused, scoring, tracking, transport
 from pipeline.code import digest
 from pipeline.config import Agreed, Engines, Rollout, RunConfig, Section, TrainConfig
 from pipeline.errors import UsageError
@@ -26,20 +26,6 @@ CODE = ("custom_generate_function_path", "custom_rm_path", "rm_type", "reward_ke
 "What decides how groups are made, scored and kept: the same for all workers, or they take no prompts."
 
 Trained = TrainConfig | RunConfig
-
-REFUSED = {
-    "colocate": "trainer and engine would take turns on the same GPUs, so generation could not go on while training "
-    "runs; give each its own --device",
-    "partial_rollout": "requests in flight live on through a weight update anyway (--pause-generation-mode), and a "
-    "prompt that goes round again starts from its pristine record; leave the flag out",
-    "recompute_logprobs_via_prefill": "the engine's weights may have changed since it sampled a token; the "
-    "log-probabilities are those it sampled with, so leave the flag out",
-    "rollout_all_samples_process_path": "the samples of a step are never all in one place, as dropped groups stay "
-    "where they were made; use --dynamic-sampling-filter-path there, or --rollout-sample-filter-path on the batch",
-    "lora_adapters": "a weight version is one set of weights; train each adapter in a run of its own",
-    "eval_function_path": "evaluation is not part of this version; leave it out and evaluate the saved checkpoints",
-}
-"Refused in every mode, since nothing here does it."
 
 LEARNING = (*algorithms.Optimizing.model_fields, *algorithms.Algorithm.model_fields)
 
@@ -74,9 +60,10 @@ def check(config: Section) -> list[str]:
     """Warnings; raises UsageError with a sentence for each thing that cannot work."""
     refusals = [*_idle_flags(config), *tracking.missing(config), *scoring.refused(config)]
     if isinstance(config, TrainConfig | RunConfig):
-        refusals += [*_refused(config), *_modes(config), *_training(config), *_going_on(config)]
+        refusals += [*refused.refused(config), *_modes(config), *_training(config), *_going_on(config)]
     if isinstance(config, Engines):
         refusals += [*_engines(config)]
+    refusals += recording.refused(config)
     if refusals:
         raise UsageError("\n".join(refusals))
     return [*_warnings(config)] if isinstance(config, TrainConfig | RunConfig) else []
@@ -118,12 +105,6 @@ def _idle_flags(config: Section) -> Iterator[str]:
         value = getattr(config, name)
         if name in config.model_fields_set and value is not None and value is not False:
             yield f"{flag(name)} does nothing here: {why}"
-
-
-def _refused(config: Trained) -> Iterator[str]:
-    for name, why in REFUSED.items():
-        if getattr(config, name) != type(config).model_fields[name].default:
-            yield f"{flag(name)} is refused: {why}"
 
 
 def _modes(config: Trained) -> Iterator[str]:
@@ -197,7 +178,7 @@ def _warnings(config: Trained) -> Iterator[str]:
         )
     if selection.max_staleness != 0 and not selection.tis and not config.use_rollout_logprobs:
         yield "groups may be stale and nothing corrects for it; --use-tis does"
-    yield from algorithms.warnings(config)
+    yield from (*algorithms.warnings(config), *recording.warnings(config))
     size = open_prompts(config) * RECORD_BYTES
     if size > config.queue_max_bytes:
         yield (
@@ -241,5 +222,6 @@ def agreed(config: Trained) -> Agreed:
         rollout_submission_granularity=config.rollout_submission_granularity,
         async_unused_samples_handler=config.async_unused_samples_handler,
         update_weight_transport=config.update_weight_transport,
+        deterministic_mode=config.deterministic_mode,
         pause_generation_mode="in_place" if config.pause_generation_mode == "in_place" else "retract",
     )

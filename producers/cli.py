@@ -31,7 +31,7 @@ from pipeline.modes import CODE, check
 from pipeline.options import flag
 from pipeline.pulse import WorkerPulse
 from pipeline.replies import Pulse
-from producers import custom_generate, engines, feeder, filters, rewards
+from producers import custom_generate, engines, feeder, filters, rewards, waves
 from producers.engines.base import Engine
 from producers.generator import Generator
 from producers.group import Maker
@@ -128,7 +128,7 @@ async def _generator(
     engine, tokenizer = engines.build(config, rules.pause_generation_mode)
     maker = Maker(engine, tokenizer, scorer, rules, broker.worker, asyncio.Semaphore(engines.slots(config)), play)
     worker = Worker(broker, maker, filters.load(path) if path else None)
-    generator = Generator(worker, engines.slots(config))
+    generator = (waves.Waves if rules.deterministic_mode else Generator)(worker, engines.slots(config))
     loop = asyncio.get_running_loop()
 
     def hear(heard: Pulse | RedisError) -> None:
@@ -146,6 +146,8 @@ async def _generator(
     pulse.start()
     try:
         await _start(engine, generator, broker)
+        if rules.deterministic_mode:
+            await waves.check(engine, config, worker)
         log.info("worker %s works on run %s", broker.worker, found.run)
         yield generator
     finally:

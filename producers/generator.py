@@ -13,10 +13,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.replies import Lease, Pulse
+from pipeline.replies import Lease, Leased, Pulse
 from pipeline.room import given_up, lag
 from producers.catch_up import CatchUp
 from producers.group import Progress
+from producers.tasks import cancel
 from producers.work import Worker
 
 log = logging.getLogger(__name__)
@@ -25,8 +26,6 @@ IDLE = (1.0, 2.0)
 "Seconds between looks of a worker that has nothing to do and hears nothing."
 JITTER = 0.01
 "Seconds over which woken workers spread."
-AGAIN = 0.1
-"Seconds after which a task that was cancelled and goes on is cancelled again."
 
 
 @dataclass
@@ -72,7 +71,7 @@ class Generator:
         try:
             await self.over
         finally:
-            await _cancel(parts)
+            await cancel(parts)
             await self._hand_all_back()
 
     async def _serve(self) -> None:
@@ -95,6 +94,9 @@ class Generator:
             self._dead()
         if leased.leases and leased.version != self.engine.version:
             await self._catch_up()
+        self._admit(leased)
+
+    def _admit(self, leased: Leased) -> None:
         for lease in leased.leases:
             self._start(lease)
 
@@ -127,12 +129,16 @@ class Generator:
     # -- one prompt
 
     def _start(self, lease: Lease) -> None:
-        if lease in self.jobs:  # its stream's consumer group was lost and made anew, and gave it to us again
-            return
-        job = Job(lease, Progress(running=self.rules.n_samples_per_prompt))
+        if lease not in self.jobs:  # else its stream's consumer group was lost and made anew, and gave it to us again
+            self._work(lease)
+
+    def _work(self, lease: Lease, after: asyncio.Task[None] | None = None) -> asyncio.Task[None]:
+        """`after`: what must have ended before this may."""
+        job = Job(lease, Progress(*[self.rules.n_samples_per_prompt] * 2))
         self.jobs[lease] = job
-        job.task = asyncio.create_task(self.worker.work(lease, job.progress, self.poke))
+        job.task = asyncio.create_task(self.worker.work(lease, job.progress, self.poke, after))
         job.task.add_done_callback(lambda task: self._ended(lease, task))
+        return job.task
 
     def _ended(self, lease: Lease, task: asyncio.Task[None]) -> None:
         del self.jobs[lease]
@@ -236,13 +242,4 @@ class Generator:
 
 
 async def _abandon(jobs: list[Job]) -> None:
-    await _cancel([job.task for job in jobs if job.task])
-
-
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    """Returns when all have ended. Before Python 3.12 wait_for, which redis-py calls, can swallow a cancel
-    (python/cpython#86296), so it is said again."""
-    while pending := [task for task in tasks if not task.done()]:
-        for task in pending:
-            task.cancel()
-        await asyncio.wait(pending, timeout=AGAIN)
+    await cancel([job.task for job in jobs if job.task])

@@ -39,6 +39,8 @@ class Progress:
 
     running: int = 0
     "samples under way: in the engine, waiting for it, or with their function"
+    unsent: int = 0
+    "samples whose first request was not given to the engine yet"
     finished: int = 0
     "samples finished, while the group is not"
     oldest: int | None = None
@@ -65,6 +67,7 @@ class Maker:
         try:
             return await self._make(prompt, progress, poke)
         finally:
+            progress.unsent = 0
             progress.finished = 0  # from here on its place is asked for as a whole: by its push, or by its end
 
     async def _make(self, prompt: Prompt, progress: Progress, poke: asyncio.Event) -> Group:
@@ -129,6 +132,7 @@ class Maker:
         async with self.slots:
             if progress.oldest is None:
                 progress.oldest = self.engine.version
+            progress.unsent -= 1
             with _no_cancel(EngineError(f"{where}: cancelled within the engine")):
                 done = await self.engine.generate(request)
         if done.finish == "abort":

@@ -9,7 +9,8 @@ import random
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from pipeline.codec import encode
@@ -76,10 +77,13 @@ class Worker:
             "tokens_per_sec": round(self.tokens_per_sec(), 1),
         }
 
-    async def work(self, lease: Lease, progress: Progress, poke: asyncio.Event) -> None:
-        """Each lease ends in exactly one of: pushed, dropped, handed back, lost to another round."""
+    async def work(
+        self, lease: Lease, progress: Progress, poke: asyncio.Event, after: asyncio.Task[None] | None = None
+    ) -> None:
+        """Each lease ends in exactly one of: pushed, dropped, handed back, lost to another round; and not before
+        `after` has ended."""
         try:
-            async with asyncio.timeout(self.rules.rollout_group_timeout) as deadline:
+            async with _turn(after), asyncio.timeout(self.rules.rollout_group_timeout) as deadline:
                 group = await self.maker.make(lease.prompt, progress, poke)
         except TimeoutError:
             if not deadline.expired():  # a reward function's own
@@ -141,3 +145,16 @@ class Worker:
             await asyncio.sleep(random.uniform(*FULL))
         if answer == "lost":
             log.info("prompt %d went round again meanwhile; its group is not needed", lease.prompt.id)
+
+
+@asynccontextmanager
+async def _turn(after: asyncio.Task[None] | None) -> AsyncIterator[None]:
+    """Whatever the block ends with but a cancel, it ends after `after`."""
+    try:
+        yield
+    except Exception:
+        if after:
+            await asyncio.wait([after])
+        raise
+    if after:
+        await asyncio.wait([after])

@@ -102,6 +102,7 @@ class FakeSGLang:
         "seconds /health hangs while paused; 20 in the real one"
         self.has_sessions = True
         "servers before 0.5.23 know no begin_weight_update"
+        self.deterministic = False
         self.tp_size = 1
         self.held = self.holding = False
         "while held, no tensor is received; whether somebody waits for that"
@@ -366,7 +367,8 @@ class FakeSGLang:
     # -- weights over a process group
 
     async def server_info(self, _: None) -> web.Response:
-        return web.json_response({"tp_size": self.tp_size, "pp_size": 1, "dp_size": 1, "device": "cpu"})
+        told = {"tp_size": self.tp_size, "pp_size": 1, "dp_size": 1, "device": "cpu"}
+        return web.json_response({**told, "enable_deterministic_inference": self.deterministic})
 
     async def begin_weight_update(self, _: Reply) -> web.Response:
         return self._turn(not self.session, "a weight-update session is already open")

@@ -182,6 +182,7 @@ async def hired(
     scorer: Scorer | None = None,
     url: str = "",
     play: Play = ONCE,
+    kind: type[Generator] = Generator,
 ) -> AsyncIterator[Generator]:
     """A generator that is registered and does not run yet; it waits for a trainer."""
     broker = WorkerBroker(url or rig.url, rig.keys, name, patience=20)
@@ -189,7 +190,7 @@ async def hired(
     rules = await broker.agreed()
     assert rules is not None
     maker = maker_of(engine, rules, scorer, concurrency, name, play)
-    generator = Generator(Worker(broker, maker, keep), concurrency)
+    generator = kind(Worker(broker, maker, keep), concurrency)
     await engine.start()
     await broker.register(generator.info())
     try:

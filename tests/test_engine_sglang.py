@@ -421,6 +421,17 @@ def test_a_folder_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
     assert (engine.vocab_size, engine.context_length) == (7, 9)
 
 
+def test_a_deterministic_run_needs_servers_that_are_started_for_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with two(tmp_path) as (engine, a, b):
+            a.deterministic = True
+            assert "--enable-deterministic-inference" in await engine.varies()
+            b.deterministic = True
+            assert await engine.varies() == ""
+
+    asyncio.run(main())
+
+
 def test_closing_ends_what_is_in_flight_and_aborts_it(tmp_path: Path) -> None:
     async def main() -> None:
         async with FakeSGLang() as fake:

@@ -79,6 +79,7 @@ class Loop:
         figures = self.backend.train(batch.groups, self.now.step, At(self.now.version, self.now.lineage, exact))
         trained = time.monotonic() - began
         self.now = replace(self.now, step=self.now.step + 1)
+        self.report.count()
         if self.now.step % self.config.update_weights_interval == 0:
             self.publish(self.now.version + 1)
         self.report.step(self.now, batch, figures, trained)  # first: what a checkpoint contains must have its line

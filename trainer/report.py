@@ -28,15 +28,18 @@ class Reporter:
         self.counters = broker.counters()
         self.since = time.monotonic()
 
+    def count(self) -> None:
+        """What befell prompts since the step before. Before new weights are out, in lock-step nothing befalls any."""
+        self.before, self.counters = self.counters, self.broker.counters()
+
     def step(self, now: Beginning, batch: Batch, figures: dict[str, float], trained: float) -> None:
         """`trained` in seconds; the step runs from the end of the one before."""
-        before, self.counters = self.counters, self.broker.counters()
         began, self.since = self.since, time.monotonic()
         values = {
             **figures,
             **metrics.rollout(batch.groups),
             **metrics.fully_async(batch.queue_size, batch.staleness, batch.counts),
-            **metrics.counted(before, self.counters),
+            **metrics.counted(self.before, self.counters),
             **metrics.perf(batch.groups, trained, batch.waited, self.since - began),
             "rollout/groups": len(batch.groups),
             "train/weight_version": now.version,

@@ -121,6 +121,9 @@ class EchoEngine:
             for flight in self._flights.values():
                 self._go(flight)
 
+    async def varies(self) -> str:
+        return ""
+
     async def close(self) -> None:
         self._open = False
         for flight in self._flights.values():

@@ -99,6 +99,10 @@ class LocalEngine:
     async def resume(self) -> None:
         await self._order(self._running().resume)
 
+    async def varies(self) -> str:
+        kind = self._device.type
+        return "" if kind == "cpu" else f"--engine local on {kind} adds up in no fixed order; use --device cpu"
+
     async def close(self) -> None:
         """End the thread; requests in flight fail with EngineDown."""
         if self._sampler and self._ended:

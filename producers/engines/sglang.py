@@ -107,6 +107,10 @@ class SGLangEngine:
     async def resume(self) -> None:
         await self._running().resume()
 
+    async def varies(self) -> str:
+        steady = await self._running().told("enable_deterministic_inference")
+        return "" if steady else "start the SGLang servers with --enable-deterministic-inference"
+
     # -- requests
 
     async def generate(self, request: Request) -> Completion:

@@ -140,6 +140,11 @@ class Pool:
         found = await asyncio.gather(*(ranks(m.link, backend, self._timing) for m in there))
         return {m.url: n for m, n in zip(there, found, strict=True) if n}
 
+    async def told(self, name: str) -> bool:
+        """Whether all servers were started with that option."""
+        replies = [await member.link.get("/server_info", self._timing.reply) for member in self.members]
+        return all(reply.ok and reply.fields.get(name) is True for reply in replies)
+
     async def load(self, policy: Policy, party: Party | None = None) -> None:
         """All servers that answer, at once. WeightsError where they refuse the weights and none takes them. One that
         is away gets them when it is back."""

@@ -33,6 +33,8 @@ class TorchBackend:
         torch.set_num_threads(config.torch_threads)
         torch.manual_seed(config.seed)
         self._ranks = ranks or Ranks()
+        if config.deterministic_mode:
+            _pin(self._ranks)
         objective = Objective(config, tis)
         self._device = device_of(config)
         self._form = form_of(config, self._ranks, self._device)
@@ -149,6 +151,14 @@ def form_of(config: TrainConfig, ranks: Ranks, device: torch.device) -> Form:
     spread = ranks.world > 1 and config.data_parallel_sharding_strategy != "no_shard"
     bf16 = device.type == "cuda" if config.bf16 is None else config.bf16
     return Form(spread, bf16, config.gradient_checkpointing)
+
+
+def _pin(ranks: Ranks) -> None:
+    """Nothing is added up in an order that may be another one the next time; what knows no other way raises."""
+    if ranks.world > 1:
+        raise UsageError(f"--deterministic-mode with {ranks.world} ranks: their sums are not pinned; train with one")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is first used
+    torch.use_deterministic_algorithms(True)
 
 
 def device_of(config: TrainConfig) -> torch.device:

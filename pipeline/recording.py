@@ -1,0 +1,60 @@
+"""Runs that can be made again: deterministic ones. The options, and the rules of what goes together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline.sections import Section, option
+
+MODE = "--deterministic-mode"
+THREADS = f"{MODE} with --torch-threads {{}}: threads add up in another order; use 1"
+
+
+class Recording(Section):
+    """Doing it again"""
+
+    deterministic_mode: bool = option(False, "two runs give the same figures to the digit: lock-step, one generator")
+
+
+def refused(config: Any) -> Iterator[str]:
+    """A sentence for each thing that timing would decide."""
+    if not getattr(config, "deterministic_mode", False):
+        return
+    if config.fully_async and config.max_weight_staleness != 0:
+        yield (
+            f"{MODE} with --fully-async: which weights sample a token depends on timing; use --no-fully-async, or "
+            "--max-weight-staleness 0"
+        )
+    if config.update_weights_interval > 1:
+        yield (
+            f"{MODE} with --update-weights-interval {config.update_weights_interval}: what is generated while a step "
+            "trains depends on timing; use 1"
+        )
+    if getattr(config, "generators", 1) > 1:
+        yield f"{MODE} with --generators {config.generators}: which of them takes a prompt depends on timing; use 1"
+    if hasattr(config, "server_concurrency"):
+        yield from unfit(config, config.n_samples_per_prompt)
+    elif config.torch_threads > 1:
+        yield THREADS.format(config.torch_threads)
+
+
+def unfit(config: Any, n_samples: int) -> Iterator[str]:
+    """Why a worker of these options cannot take part in a deterministic run."""
+    if config.torch_threads > 1:
+        yield THREADS.format(config.torch_threads)
+    alone = "use --server-concurrency 1, which computes each request by itself"
+    if config.server_concurrency == 1:
+        return
+    if config.server_concurrency < n_samples:
+        yield (
+            f"{MODE} with --server-concurrency {config.server_concurrency}: the {n_samples} samples of a group could "
+            f"not begin together; raise it, or {alone}"
+        )
+    if config.custom_generate_function_path is not None:
+        yield f"{MODE} with --custom-generate-function-path: when its requests come depends on timing; {alone}"
+
+
+def warnings(config: Any) -> Iterator[str]:
+    if config.deterministic_mode and "remote_rm" in (config.rm_type or ""):
+        yield f"{MODE}: what --rm-url answers is not in Millpond's hand; the same answer must get the same reward"
