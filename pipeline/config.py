@@ -13,6 +13,7 @@ from pydantic import SecretStr
 
 from pipeline.algorithms import Algorithm, Optimizing
 from pipeline.fitting import Fitting
+from pipeline.lora import Lora
 from pipeline.recording import Recording
 from pipeline.refused import Refused
 from pipeline.sections import Data, Fraction, JsonMap, Positive, PositiveFloat, Rewards, Section, Tracking, option
@@ -100,7 +101,7 @@ class Engines(Section):
     echo_abort_rate: float = option(0.0, "echo: share of samples that abort", ge=0, le=1)
 
 
-class Training(Optimizing, Algorithm, Fitting):
+class Training(Optimizing, Algorithm, Fitting, Lora):
     """Training"""
 
     num_rollout: Positive | None = option(None, "training steps; the smaller of steps and epochs ends the run")

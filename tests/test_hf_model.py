@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import local_models
 import pytest
 import torch
 
+from pipeline.rendezvous import Piece
 from trainer import demo_model
 from trainer.backends.hf import CausalModel
+from trainer.outline import saved, write
 
 CPU = torch.device("cpu")
 
@@ -66,6 +71,47 @@ def test_weights_are_published_in_the_checkpoints_dtype_and_tied_ones_once(tmp_p
     assert written.keys() == original.keys()
     assert all(torch.equal(written[name], original[name]) for name in original)
     assert AutoConfig.from_pretrained(tmp_path / "to").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "moe", "recurrent"])
+def test_a_folder_of_several_files_has_the_checkpoints_own_tensors_and_is_said_before_it_is_written(
+    tmp_path: Path, kind: str
+) -> None:
+    """Experts lie together in memory and apart in files."""
+    original = local_models.load(local_models.save(kind, tmp_path / "from"))
+    model = CausalModel(tmp_path / "from", CPU)
+    (tmp_path / "to").mkdir()
+    write(tmp_path / "to", model.outline(), model.pieces(), 40_000)
+    assert len(list((tmp_path / "to").glob("model-*-of-*.safetensors"))) > 2
+    assert sorted(saved(tmp_path / "to")) == sorted(saved(tmp_path / "from")) == sorted(model.outline())
+    (tmp_path / "to" / "config.json").write_bytes((tmp_path / "from" / "config.json").read_bytes())
+    again = local_models.load(tmp_path / "to").state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in original.state_dict().items())
+
+
+class Counted:
+    """Tensors of 1,000 bytes; how many of them were alive at once."""
+
+    def __init__(self) -> None:
+        self.alive: list[weakref.ref[torch.Tensor]] = []
+        self.most = 0
+
+    def tensors(self, count: int) -> Iterator[torch.Tensor]:
+        for _ in range(count):
+            self.alive = [ref for ref in self.alive if ref() is not None]
+            self.most = max(self.most, len(self.alive) + 1)
+            tensor = torch.zeros(250)
+            self.alive.append(weakref.ref(tensor))
+            yield tensor
+            del tensor
+
+
+def test_what_is_written_is_in_memory_a_file_at_a_time(tmp_path: Path) -> None:
+    outline, counted = [Piece(f"t{n:02}", "float32", (250,), 1000) for n in range(40)], Counted()
+    write(tmp_path, outline, counted.tensors(40), 5_500)
+    assert len(saved(tmp_path)) == 40
+    assert len(list(tmp_path.glob("*.safetensors"))) == 8
+    assert counted.most <= 6
 
 
 def test_the_demo_model_follows_its_seed_and_is_made_once(checkpoint: Path, tmp_path: Path) -> None:

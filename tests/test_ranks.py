@@ -62,6 +62,7 @@ RULES: dict[str, dict[str, Any]] = {
         "micro_batch_size": 2,
         "kl_coef": 0.1,
     },
+    "adapters": {"lora_rank": 4, "use_kl_loss": True, "kl_loss_coef": 0.1},
 }
 
 
@@ -71,7 +72,7 @@ def test_two_ranks_make_the_steps_of_one_with_any_count_of_samples(tmp_path: Pat
     demo_model.make(tmp_path / "demo", 0)
     demo_model.make(tmp_path / "other", 1)
     rules = {"hf_checkpoint": str(tmp_path / "demo"), "lr": 0.1, "adam_eps": 1.0, **RULES[name]}
-    if "kl_coef" in rules:
+    if rules.get("use_kl_loss") and "lora_rank" not in rules:
         rules["ref_load"] = str(tmp_path / "other")
     counts = json.dumps([4, 1, 3])
     done = torchrun(TESTS / "ranks_script.py", json.dumps(rules), tmp_path / "two", counts)

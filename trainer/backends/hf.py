@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.errors import UsageError
 from pipeline.rendezvous import Piece
-from trainer.backends.sharded import layers, named, shard, whole
+from trainer import outline
+from trainer.backends import lora
+from trainer.backends.sharded import layers, named, shard
 
 EMPTY = torch.empty(0)
 
@@ -32,6 +34,8 @@ class Form:
     "passes in bfloat16, over float32 weights"
     recompute: bool = False
     "layers are worked out again in the backward pass"
+    adapters: lora.Adapters | None = None
+    "what alone is trained"
 
 
 class CausalModel:
@@ -40,7 +44,9 @@ class CausalModel:
     def __init__(self, folder: Path | None, device: torch.device, form: Form = Form()) -> None:
         """Errors: UsageError."""
         self._folder, self.module, self._dtype = _load(folder)
-        self.spread, self._bf16 = form.spread, form.bf16
+        self.form = form
+        if form.adapters:
+            lora.adapt(self.module, form.adapters)
         if form.recompute:  # by hand, as transformers does it in train mode only
             for layer in layers(self.module):
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
@@ -61,32 +67,42 @@ class CausalModel:
         model does to its logits after the head (scaling, capping) stays in place.
         """
         self._positions = positions
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._bf16):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.form.bf16):
             logits: Tensor = self.module(input_ids=input_ids, use_cache=False).logits[0]
         return logits
 
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """What training changes, by name."""
+        return lora.own(self.module) if self.form.adapters else named(self.module)
+
     def save(self, folder: Path, lead: bool = True) -> None:
-        """In the checkpoint's own dtype, in shards of at most 5 GB; tokenizer files go along. Where the model is spread
-        all ranks take part, a tensor at a time, and the lead writes."""
-        state = _cast(self.module, self._dtype, lead)
+        """In the checkpoint's own dtype, adapters merged, a file at a time; tokenizer files go along. Where the model
+        is spread all ranks take part, and the lead writes."""
         if not lead:
+            for _ in self.pieces(lead):
+                pass
             return
-        self.module.save_pretrained(folder, state_dict=state, max_shard_size="5GB")
+        outline.write(folder, self.outline(), self.pieces())
         self.module.config.dtype = self._dtype
+        self.module.config.architectures = [type(self.module).__name__.removeprefix("FSDP")]
         self.module.config.save_pretrained(folder)
         for path in (p for pattern in COPIED for p in self._folder.glob(pattern) if p.is_file()):
             shutil.copyfile(path, folder / path.name)
 
     def outline(self) -> list[Piece]:
         """What `save` writes."""
-        return [_piece(name, tensor, self._saved_as(tensor)) for name, tensor in named(self.module)]
+        found = ((n, torch.empty(t.shape, dtype=t.dtype, device="meta")) for n, t, _ in lora.published(self.module))
+        return [_piece(name, tensor, self._saved_as(tensor)) for name, tensor in _as_saved(self.module, found)]
 
     def pieces(self, lead: bool = True) -> Iterator[Tensor]:
         """The tensors of `outline`, whole, on this device; empty ones for all but the lead. Where the model is spread
         all ranks take part."""
-        for _, tensor in named(self.module):
-            found = whole(tensor)
-            yield found.to(self.device, self._saved_as(tensor)).contiguous() if lead else EMPTY
+        found = ((name, lora.merged(tensor, layer)) for name, tensor, layer in lora.published(self.module))
+        if not lead:
+            yield from (EMPTY for _ in found)
+            return
+        for _, tensor in _as_saved(self.module, found):
+            yield tensor.to(self.device, self._saved_as(tensor)).contiguous()
 
     def _saved_as(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype
@@ -118,14 +134,15 @@ def _piece(name: str, tensor: Tensor, dtype: torch.dtype) -> Piece:
     return Piece(name, str(dtype).removeprefix("torch."), tuple(tensor.shape), tensor.numel() * dtype.itemsize)
 
 
-def _cast(module: nn.Module, dtype: torch.dtype, lead: bool) -> dict[str, Tensor]:
-    """On the CPU, whole and in `dtype`; tensors that are one (tied weights) stay one, or they would be there twice."""
-    seen: dict[int, Tensor] = {}
-    state = module.state_dict(keep_vars=True)
-    for tensor in state.values():
-        if id(tensor) not in seen:
-            found = whole(tensor.detach())
-            if lead:
-                found = found.to("cpu", dtype if found.is_floating_point() else found.dtype)
-            seen[id(tensor)] = found if lead else EMPTY
-    return {name: seen[id(tensor)] for name, tensor in state.items()}
+def _as_saved(module: Any, found: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Under the names and in the shapes of the checkpoint: transformers keeps some tensors together that lie apart in
+    files, such as those of experts."""
+    from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+
+    changes = getattr(module, "_weight_conversions", None) or []
+    joined = [c for c in changes if isinstance(c, WeightConverter) and len(c.target_patterns) > 1]
+    if joined:  # several tensors at hand make one of a file
+        return iter(revert_weight_conversion(module, dict(found)).items())
+    if not changes:
+        return found
+    return (pair for name, tensor in found for pair in revert_weight_conversion(module, {name: tensor}).items())

@@ -34,7 +34,7 @@ class Optimizer:
     def __init__(self, module: nn.Module, config: TrainConfig) -> None:
         """No decay on biases and norms, as in Megatron and transformers."""
         self._config = config
-        self._named = dict(module.named_parameters())
+        self._named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         decayed = {True: config.weight_decay, False: 0.0}
         groups = [
             {"params": [p for p in self._named.values() if (p.dim() > 1) is wide], "weight_decay": decay}

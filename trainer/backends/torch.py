@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.config import TrainConfig
-from pipeline.errors import UsageError
+from pipeline.errors import UsageError, WeightsError
 from pipeline.rendezvous import Piece
 from pipeline.types import Group
 from trainer import batch, losses
-from trainer.backends import sharded, state
+from trainer.backends import lora, sharded, state
 from trainer.backends.base import At
 from trainer.backends.hf import CausalModel, Form
 from trainer.backends.optimizer import Optimizer
@@ -39,7 +40,7 @@ class TorchBackend:
         self._device = device_of(config)
         self._form = form_of(config, self._ranks, self._device)
         self._model = CausalModel(config.hf_checkpoint, self._device, self._form)
-        reference = self._frozen(config) if objective.needs_reference else None
+        reference = self._compared(config) if objective.needs_reference else None
         self._optimizer = Optimizer(self._model.module, config)
         self._steps = Steps(config, objective, Whole(config, self._model, reference, self._optimizer, self._ranks))
 
@@ -57,7 +58,7 @@ class TorchBackend:
 
     def save(self, folder: Path) -> None:
         """Model, optimizer and random state: tensors and numbers, no code. All ranks take part, the lead writes."""
-        facts = {"updates": self._optimizer.updates}
+        facts = {"updates": self._optimizer.updates, "lora": _facts(self._form)}
         if self._ranks.lead:
             return state.write(folder, self._state(), facts)
         for _ in self._state():
@@ -67,7 +68,11 @@ class TorchBackend:
     def load(self, folder: Path) -> None:
         """The optimizer's settings stay those of this configuration."""
         saved = state.Saved(folder)
-        for name, tensor in sharded.named(self._model.module):
+        if (before := saved.facts.get("lora")) != (now := _facts(self._form)):
+            raise WeightsError(
+                f"{folder}: trained with adapters {before}, and this run has {now}: give the same --lora-*"
+            )
+        for name, tensor in self._model.state():
             sharded.fill(tensor, saved.tensor(f"model.{name}", tensor))
         self._optimizer.restore(saved)
         torch.set_rng_state(saved.tensor("rng", torch.get_rng_state()))
@@ -76,15 +81,17 @@ class TorchBackend:
         self._ranks.part()
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in sharded.named(self._model.module):
+        for name, tensor in self._model.state():
             yield f"model.{name}", sharded.whole(tensor)
         for name, tensor in self._optimizer.tensors():
             yield name, sharded.whole(tensor)
         yield "rng", torch.get_rng_state()
 
-    def _frozen(self, config: TrainConfig) -> CausalModel:
+    def _compared(self, config: TrainConfig) -> CausalModel | Bare:
         """The reference. UsageError where it is another kind of model."""
-        model = CausalModel(config.ref_load or config.hf_checkpoint, self._device, self._form)
+        if self._form.adapters and config.ref_load is None:
+            return Bare(self._model)
+        model = CausalModel(config.ref_load or config.hf_checkpoint, self._device, replace(self._form, adapters=None))
         model.module.requires_grad_(False)
         words = [m.module.get_output_embeddings().weight.shape[0] for m in (self._model, model)]
         if words[0] != words[1]:
@@ -93,12 +100,24 @@ class TorchBackend:
 
 
 @dataclass(frozen=True)
+class Bare:
+    """A model without its adapters."""
+
+    model: CausalModel
+
+    def logits(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """See CausalModel."""
+        with lora.without(self.model.module):
+            return self.model.logits(input_ids, positions)
+
+
+@dataclass(frozen=True)
 class Whole:
     """See trainer.backends.steps.Model: a microbatch at a time, through a model that looks whole to each rank."""
 
     config: TrainConfig
     model: CausalModel
-    reference: CausalModel | None
+    reference: CausalModel | Bare | None
     optimizer: Optimizer
     ranks: Ranks
 
@@ -126,7 +145,7 @@ class Whole:
                 if learn:
                     (figures[0] / count).backward()  # type: ignore[no-untyped-call]
                 found.append(figures.detach())
-        if learn and self.ranks.world > 1 and not self.model.spread:
+        if learn and self.ranks.world > 1 and not self.model.form.spread:
             sharded.add_up(self.model.module.parameters(), self.ranks)
         return found
 
@@ -139,7 +158,7 @@ class Whole:
     def forget(self) -> None:
         self.optimizer.forget()
 
-    def _forward(self, model: CausalModel, micro: Microbatch) -> tuple[Tensor, Tensor]:
+    def _forward(self, model: CausalModel | Bare, micro: Microbatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy at each trained token, [N], at the rollout's temperature."""
         logits, temperature = model.logits(micro.input_ids, micro.predictors), self.config.rollout_temperature
         if temperature != 1:  # a copy less where it is
@@ -147,10 +166,14 @@ class Whole:
         return losses.logprobs_and_entropy(logits, micro.targets, self.config.entropy_coef > 0)
 
 
+def _facts(form: Form) -> dict[str, Any] | None:
+    return asdict(form.adapters) if form.adapters else None
+
+
 def form_of(config: TrainConfig, ranks: Ranks, device: torch.device) -> Form:
     spread = ranks.world > 1 and config.data_parallel_sharding_strategy != "no_shard"
     bf16 = device.type == "cuda" if config.bf16 is None else config.bf16
-    return Form(spread, bf16, config.gradient_checkpointing)
+    return Form(spread, bf16, config.gradient_checkpointing, lora.adapters_of(config))
 
 
 def _pin(ranks: Ranks) -> None:
