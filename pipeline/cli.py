@@ -29,6 +29,7 @@ COMMANDS: Commands = {
     "inspect": ("pipeline.inspect:main", "look into groups, prompts, dead letters, quarantine, errors"),
     "report": ("pipeline.report:main", "a run as one HTML page: curves, drops, a timeline"),
     "track": ("pipeline.track:main", "send a run's metrics to TensorBoard or W&B, serve them to Prometheus"),
+    "eval": ("producers.eval_cli:main", "evaluate a run, a checkpoint or a model on sets of prompts"),
     "audit": ("pipeline.audit:main", "prove that no prompt is lost or trained twice"),
     "purge": ("pipeline.purge:main", "delete what a finished run left in Redis"),
     "sglang": ("producers.sglang_cpu.serve:main", "start a real SGLang server on CPUs, to see one without a GPU"),

@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import SecretStr
 
 from pipeline.algorithms import Algorithm, Optimizing
+from pipeline.evaluation import EvalEngine, EvalSets, Evaluation
 from pipeline.fitting import Fitting
 from pipeline.lora import Lora
 from pipeline.recording import Recording
@@ -116,7 +117,6 @@ class Training(Optimizing, Algorithm, Fitting, Lora):
     distributed_timeout_minutes: PositiveFloat = option(10.0, "under torchrun: minutes one exchange may take")
     starve_timeout: PositiveFloat = option(600.0, "seconds without a group before the run ends")
     rollout_function_path: str | None = option(None, "takes the place of the drain, module.function; lock-step only")
-    eval_function_path: str | None = option(None, "evaluation function, module.function")
 
 
 class Resume(Section):
@@ -150,13 +150,19 @@ class GenerateConfig(Connection, Engines, Rewards):
     """Generates and scores answers. Needs the Redis, the run's name and an engine; the rest comes with the run."""
 
 
-class WorkerConfig(GenerateConfig):
+class EvalWork(EvalSets, EvalEngine, Engines, Rewards):
+    """Who evaluates"""
+
+
+class WorkerConfig(GenerateConfig, EvalWork):
     """Does jobs of a run: evaluations, and rewards that are slow or can hang. Needs what a generator needs."""
 
     worker_jobs: Literal["all", "evals", "rewards"] = option("all", "which jobs this worker takes")
 
 
-class TrainConfig(Connection, Rollout, Async, Rewards, Training, Recording, Transport, Tracking, Refused, Takeover):
+class TrainConfig(
+    Connection, Rollout, Async, Rewards, Training, Evaluation, Recording, Transport, Tracking, Refused, Takeover
+):
     """Trains on finished groups and publishes the weights. Writes down what all workers must agree on."""
 
     hf_checkpoint: Path | None = option(None, "model and tokenizer folder in the Hugging Face layout")
@@ -179,6 +185,8 @@ class RunConfig(
     Rewards,
     Engines,
     Training,
+    Evaluation,
+    EvalEngine,
     Recording,
     Transport,
     Tracking,

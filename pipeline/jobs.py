@@ -80,6 +80,9 @@ class Jobs:
         self.keys = keys
         self.client = connect(url, f"{keys.prefix}{name}")
 
+    def id(self, kind: Kind, name: str) -> str:
+        return f"{self.keys.job_tag}{kind.name}-{name}"
+
     def put(self, kind: Kind, name: str, arguments: Mapping[str, Any], timeout: float, wait: float = 0.0) -> str:
         """The job's id. `name`: letters, digits, - and _, one job each; what is there already is left as it is.
 
@@ -91,7 +94,7 @@ class Jobs:
         size = len(json.dumps(arguments, allow_nan=False))
         if size > LARGEST:
             raise UsageError(f"job {kind.name} {name}: {size} bytes of arguments, {LARGEST} are allowed")
-        id = f"{self.keys.job_tag}{kind.name}-{name}"
+        id = self.id(kind, name)
         if self.client.exists(queue.job_class.key_for(id)):
             return id
         queue.enqueue_call(
@@ -139,6 +142,13 @@ class Jobs:
             pipe.zrem(queue.finished_job_registry.key, id)
             pipe.zrem(queue.failed_job_registry.key, id)
         pipe.execute()
+
+    def workers(self, kind: Kind) -> int:
+        """That are there for jobs of this kind."""
+        from rq.worker_registration import WORKERS_BY_QUEUE_KEY
+
+        known: Any = self.client.smembers(WORKERS_BY_QUEUE_KEY % self.keys.queue(kind.queue))
+        return sum(self._exist([key.decode() for key in known]))
 
     def offer(self, kind: Kind, name: str, arguments: Mapping[str, Any], timeout: float) -> tuple[str, str]:
         """As `put` for who must not be held up by Redis: (id, "") or ("", why it could not be put)."""

@@ -53,6 +53,7 @@ class Records:
 
     def __init__(self, path: Path, step: int, aside: Path) -> None:
         """As Metrics; `aside` is a folder."""
+        self.folder = path.parent
         names = (path.name, "evals.jsonl", "timeline.jsonl")
         self.steps, self.evals, self.timeline = (Metrics(path.with_name(n), step, aside / n) for n in names)
 
@@ -102,7 +103,7 @@ def rollout(groups: Sequence[Group]) -> Values:
     return {
         **({"rollout/raw_reward": fmean(rewards)} if rewards else {}),
         "rollout/unscored": len(samples) - len(rewards),
-        **_statistics("rollout/response_len", [response_len(sample) for sample in samples]),
+        **statistics("rollout/response_len", [response_len(sample) for sample in samples]),
         "rollout/truncated_ratio": fmean(sample.status == TRUNCATED for sample in samples),
         "rollout/zero_std/ratio": equal.total() / len(groups),
         **{f"rollout/zero_std/count_{reward}": count for reward, count in sorted(equal.items())},
@@ -121,7 +122,7 @@ def _equal_reward(group: Group) -> float | None:
     return None if reward is None else round(float(reward), 1)
 
 
-def _statistics(name: str, values: Sequence[float]) -> Values:
+def statistics(name: str, values: Sequence[float]) -> Values:
     return {
         f"{name}/mean": fmean(values),
         f"{name}/min": min(values),

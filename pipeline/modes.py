@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline import algorithms, fitting, lora, recording, refused, scoring, tracking, transport
+from pipeline import algorithms, evaluation, fitting, lora, recording, refused, scoring, tracking, transport
 from pipeline.code import digest
 from pipeline.config import Agreed, Engines, Rollout, RunConfig, Section, TrainConfig
 from pipeline.errors import UsageError
@@ -37,7 +37,7 @@ class Selection:
     rollout: str
     "dotted path of the function that gives the trainer a step's groups"
     evaluation: str | None
-    "dotted path of the evaluation function; None: nothing is evaluated"
+    "dotted path of what evaluates in our place; None: producers.evaluate"
     max_staleness: int | None
     "publications; None is unbounded"
     tis: bool
@@ -48,12 +48,12 @@ def resolve_rollout(config: Trained) -> Selection:
     """The one place that answers this. Evaluation is settled before fully-async takes the drain, so the drain never
     serves an evaluation. Importance sampling is on where the trainer's weights can differ from those that sampled,
     which they also do between the batches of one publication."""
-    evaluation = config.rollout_function_path if config.eval_function_path is None else config.eval_function_path
+    own_eval = config.rollout_function_path if config.eval_function_path is None else config.eval_function_path
     own = None if config.fully_async else config.rollout_function_path
     staleness = config.max_weight_staleness if config.fully_async else 0
     differs = staleness != 0 or config.update_weights_interval > 1
     tis = differs and not config.use_rollout_logprobs if config.use_tis is None else config.use_tis
-    return Selection(DRAIN if own is None else own, evaluation, staleness, tis)
+    return Selection(DRAIN if own is None else own, own_eval, staleness, tis)
 
 
 def check(config: Section) -> list[str]:
@@ -62,7 +62,7 @@ def check(config: Section) -> list[str]:
     if isinstance(config, TrainConfig | RunConfig):
         refusals += [*refused.refused(config), *_modes(config), *_training(config), *_going_on(config)]
     if isinstance(config, Engines):
-        refusals += [*_engines(config)]
+        refusals += [*_engines(config), *evaluation.refused_engine(config)]
     refusals += recording.refused(config)
     if refusals:
         raise UsageError("\n".join(refusals))
@@ -71,7 +71,8 @@ def check(config: Section) -> list[str]:
 
 def idle(config: Section) -> dict[str, str]:
     """Fields that do nothing in the mode of `config`, each with why. Setting one is an error."""
-    rules = [rule for theme in (tracking, transport, scoring, fitting, lora) for rule in theme.idle(config)]
+    themes = (tracking, transport, scoring, fitting, lora, evaluation)
+    rules = [rule for theme in themes for rule in theme.idle(config)]
     if isinstance(config, TrainConfig | RunConfig):
         rules += _idle_training(config)
     if isinstance(config, RunConfig):
@@ -147,6 +148,7 @@ def _training(config: Trained) -> Iterator[str]:
             f"(--rollout-batch-size {config.rollout_batch_size} x --n-samples-per-prompt {config.n_samples_per_prompt})"
         )
     yield from (*algorithms.refused(config), *transport.refused(config), *lora.refused(config))
+    yield from evaluation.refused(config)
     yield from algorithms.refused_decay(config, config.num_rollout)
     if config.num_rollout is None and config.num_epoch is None:
         yield "no end: give the training steps with --num-rollout, or passes over the prompts with --num-epoch"

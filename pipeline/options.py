@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -13,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from pipeline.config import ROLES, RunConfig, Section
 from pipeline.errors import UsageError
+from pipeline.sections import Words
 
 
 def flag(name: str) -> str:
@@ -28,6 +30,12 @@ def kinds(field: FieldInfo) -> list[Any]:
     """The types a field's value may have, limits and None left out: `[int]` of `Positive | None`."""
     parts = get_args(field.annotation) if optional(field) else (field.annotation,)
     return [get_args(part)[0] if hasattr(part, "__metadata__") else part for part in parts if part is not type(None)]
+
+
+def several(field: FieldInfo) -> bool:
+    """Whether the flag takes several words."""
+    marks = [mark for part in get_args(field.annotation) for mark in getattr(part, "__metadata__", ())]
+    return any(isinstance(mark, Words) for mark in marks)
 
 
 def titled(model: type[Section]) -> dict[str, list[str]]:
@@ -47,7 +55,7 @@ def titled(model: type[Section]) -> dict[str, list[str]]:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
-        if match := re.fullmatch(r"(\S+): expected one argument", message):
+        if match := re.fullmatch(r"(\S+): expected (?:one|at least one) argument", message):
             message = f"{match[1]} needs a value; where it starts with -, write {match[1]}=VALUE"
         if match := re.fullmatch(r"(\S+): ignored explicit argument (.+)", message):
             message = f"{match[1]} takes no value, and has {match[2]}"
@@ -59,7 +67,7 @@ def read(model: type[Section], argv: Sequence[str], prog: str) -> dict[str, str 
     values, unknown = _parser(model, prog).parse_known_args(argv)
     if unknown:
         raise UsageError(_unknown(model, next((word for word in unknown if word.startswith("-")), unknown[0]), prog))
-    return vars(values)
+    return {name: shlex.join(value) if isinstance(value, list) else value for name, value in vars(values).items()}
 
 
 def _parser(model: type[Section], prog: str) -> argparse.ArgumentParser:
@@ -78,7 +86,8 @@ def _parser(model: type[Section], prog: str) -> argparse.ArgumentParser:
             if kinds(field) == [bool]:
                 group.add_argument(flag(name), dest=name, action=argparse.BooleanOptionalAction, help=_help(field))
             else:
-                group.add_argument(flag(name), dest=name, metavar=_metavar(field), help=_help(field))
+                words = "+" if several(field) else None
+                group.add_argument(flag(name), dest=name, nargs=words, metavar=_metavar(field), help=_help(field))
     return result
 
 

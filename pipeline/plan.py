@@ -59,7 +59,8 @@ def resolve(argv: Sequence[str]) -> RunConfig:
 
 def others_of(config: RunConfig) -> list[tuple[str, str]]:
     """(name, command) of the processes beside the trainer; a worker only where there are jobs for one."""
-    worker = [("worker", "worker")] if config.rm_place == "worker" else []
+    jobs = config.rm_place == "worker" or config.eval_interval is not None
+    worker = [("worker", "worker")] if jobs else []
     return [("feeder", "feed"), *((f"generator-{i}", "generate") for i in range(config.generators)), *worker]
 
 

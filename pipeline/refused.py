@@ -27,7 +27,6 @@ REFUSED = {
     "rollout_all_samples_process_path": "the samples of a step are never all in one place, as dropped groups stay "
     "where they were made; use --dynamic-sampling-filter-path there, or --rollout-sample-filter-path on the batch",
     "lora_adapters": "a weight version is one set of weights; train each adapter in a run of its own",
-    "eval_function_path": "evaluation is not part of this version; leave it out and evaluate the saved checkpoints",
 }
 "Refused in every mode, since nothing here does it."
 

@@ -47,6 +47,10 @@ def option(default: Any, help: str, **limits: Any) -> Any:
     return Field(default=default, description=help, **limits)
 
 
+class Words:
+    """Marks a type whose flag takes several words; they reach the model as one text, quoted as for a shell."""
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 

@@ -60,6 +60,8 @@ class Maker:
     "requests the engine may have at once"
     play: Play = ONCE
     "what makes a sample"
+    sampling: Sampling | None = None
+    "other than the run's: an evaluation's"
 
     async def make(self, prompt: Prompt, progress: Progress, poke: asyncio.Event) -> Group:
         """A scored group. RequestRefused, EngineError and its kin say what became of it otherwise; a sample that fails
@@ -125,7 +127,9 @@ class Maker:
 
     def _sampling(self) -> Sampling:
         rules = self.rules
-        return Sampling(rules.rollout_max_response_len, rules.rollout_temperature, self.tokenizer.stop_token_ids)
+        return self.sampling or Sampling(
+            rules.rollout_max_response_len, rules.rollout_temperature, self.tokenizer.stop_token_ids
+        )
 
     async def _send(self, progress: Progress, where: str, request: Request) -> Completion:
         """One request, in a slot of its own."""

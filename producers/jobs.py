@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Agreed, WorkerConfig
-from pipeline.jobs import REWARD
+from pipeline.evals import Ask, agree
+from pipeline.jobs import EVAL, REWARD
+from pipeline.metrics import Values
 from producers import rewards
+from producers.evaluate import evaluate
 from producers.rewards.base import RewardInput
 
 
@@ -58,4 +61,16 @@ async def reward(desk: Desk) -> AsyncIterator[Function]:
         yield score
 
 
-JOBS = {REWARD.name: Job(reward, lasting=True)}
+@asynccontextmanager
+async def evaluation(desk: Desk) -> AsyncIterator[Function]:
+    """Evaluates one version of the weights (producers.evaluate)."""
+
+    async def run(ask: dict[str, Any]) -> Values:
+        asked = Ask(**ask)
+        agree(asked, desk.config)
+        return await evaluate(asked, desk.config, desk.rules)
+
+    yield run
+
+
+JOBS = {REWARD.name: Job(reward, lasting=True), EVAL.name: Job(evaluation, lasting=False)}

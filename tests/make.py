@@ -280,7 +280,8 @@ def loop_of(rig: Rig, folder: Path, backend: EchoBackend | None = None, **fields
     report = Reporter(folder / "metrics.jsonl", broker, now.step)
     selection = resolve_rollout(config)
     source = cli._drain(config, broker)
-    return Loop(config, broker, backend, folder, drain, source, report, selection.max_staleness, now)
+    evals = cli._evaluations(config, broker, rig.url, report)
+    return Loop(config, broker, backend, folder, drain, source, report, selection.max_staleness, now, None, evals)
 
 
 def run(loop: Loop) -> Loop:

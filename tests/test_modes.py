@@ -80,7 +80,6 @@ def test_a_bound_without_fully_async_is_refused(config: Section) -> None:
         ("recompute_logprobs_via_prefill", True, "leave the flag out"),
         ("rollout_all_samples_process_path", "my.f", "--dynamic-sampling-filter-path"),
         ("lora_adapters", 2, "a run of its own"),
-        ("eval_function_path", "my.eval", "not part of this version"),
     ],
 )
 @pytest.mark.parametrize("mode", [{}, ASYNC])

@@ -5,11 +5,14 @@ checkpoints/00000020/   after 20 steps
     committed.bits      one bit a prompt that the weights were trained on, and `dropped.bits`, `dead.bits`
     model/              what the backend saves
 checkpoints/00000040.given-up/   of a branch that was given up by going back to an older one
+checkpoints/best    a link to the one with the best evaluation (--save-best)
 """
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from trainer.backends.base import Backend
 from trainer.weights import clean, newest_version, versions
 from trainer.workshop import Workshop
 
+BEST = "best"
 BITS = ("committed", "dropped", "dead")
 
 
@@ -92,6 +96,22 @@ def give_up(shop: Workshop, step: int) -> list[str]:
     return later[::-1]
 
 
-def prune(shop: Workshop, keep: int) -> None:
-    """Deletes all but the `keep` newest."""
-    clean(shop, set(sorted(versions(shop.root))[-keep:]))
+def best(root: Path) -> int | None:
+    """The step that `best` points to; None where there is none, or nothing behind it."""
+    return int(os.readlink(root / BEST)) if (root / BEST).exists() else None
+
+
+def point(shop: Workshop, step: int | None) -> None:
+    """Lets `best` be the checkpoint of `step`, in one step; None: of none, where what it points to is gone."""
+    if step is None:
+        if best(shop.root) is None and (shop.root / BEST).is_symlink():
+            shop.take_away(shop.root / BEST)
+    elif step != best(shop.root):
+        aside = shop.folder / BEST
+        aside.symlink_to(f"{step:08d}")
+        aside.replace(shop.root / BEST)
+
+
+def prune(shop: Workshop, keep: int, also: Collection[int] = ()) -> None:
+    """Deletes all but the `keep` newest, those of the steps `also`, and the best."""
+    clean(shop, {*sorted(versions(shop.root))[-keep:], *also, best(shop.root) or 0})

@@ -16,6 +16,7 @@ from pipeline.connect import verify
 from pipeline.errors import Fenced, RedisDown, Starved, Stopped, WorkerFailed
 from pipeline.fenced import TrainerBroker
 from pipeline.flags import parse
+from pipeline.jobs import Jobs
 from pipeline.join import RUNS, join
 from pipeline.keys import Keys
 from pipeline.log import setup
@@ -24,6 +25,7 @@ from pipeline.pulse import TrainerPulse
 from pipeline.types import Policy, Prompt
 from trainer import backends
 from trainer.backends.base import Backend
+from trainer.evaluate import Evaluations
 from trainer.loop import Loop
 from trainer.report import Reporter
 from trainer.start import begin
@@ -58,7 +60,10 @@ def main(argv: list[str]) -> int:
         trackers.start()
         drain = _drain(config, broker)
         announce = _announce(config, broker, backend)
-        Loop(config, broker, backend, folder, rollout, drain, report, selection.max_staleness, now, announce).run()
+        evals = _evaluations(config, broker, place.url, report)
+        Loop(
+            config, broker, backend, folder, rollout, drain, report, selection.max_staleness, now, announce, evals
+        ).run()
     except (Fenced, RedisDown, Stopped, WorkerFailed, Starved):
         raise  # the run knows, or cannot be told
     except Exception as error:
@@ -92,6 +97,12 @@ def _announce(
     from trainer.push import Push
 
     return Push(config, broker, backend, device_of(config).type)
+
+
+def _evaluations(config: TrainConfig, broker: TrainerBroker, url: str, report: Reporter) -> Evaluations | None:
+    if config.eval_interval is None:
+        return None
+    return Evaluations(config, broker, Jobs(url, broker.keys, "trainer-jobs"), report.file)
 
 
 def _drain(config: TrainConfig, broker: TrainerBroker) -> Drain:

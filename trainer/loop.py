@@ -20,6 +20,7 @@ from pipeline.fenced import TrainerBroker
 from pipeline.types import Policy, Prompt
 from trainer import checkpoint, weights
 from trainer.backends.base import At, Backend
+from trainer.evaluate import Evaluations
 from trainer.report import Reporter
 from trainer.start import Beginning
 from trainer.workshop import Workshop
@@ -43,6 +44,7 @@ class Loop:
     "steps done, and the version that was published last or is to be published first"
     announce: Callable[[Policy, list[Prompt]], None] | None = None
     "what publishes in the broker's place"
+    evals: Evaluations | None = None
 
     def __post_init__(self) -> None:
         self.saved = self.now.step
@@ -50,15 +52,20 @@ class Loop:
     def run(self) -> None:
         """To the end of steps or data, whichever comes first; what was trained is in a checkpoint at any end but a
         crash."""
-        self.publish(self.now.version)
+        if self.evals:
+            self.evals.begin(self.now.step)
+            self._mark_best()
+        policy = self.publish(self.now.version)
         self.broker.renew(status="running", why="")
         try:
+            self._evaluate(policy)
             why = self._steps()
+            self.save()
+            self._evaluate_last()
         except (Stopped, WorkerFailed, Starved, GroupError) as error:
             self.save()
             self.broker.finish("draining" if isinstance(error, Stopped) else "failed", str(error)[:500])
             raise
-        self.save()
         self.broker.finish("done", why)
         log.info("done: %s", why)
 
@@ -80,9 +87,11 @@ class Loop:
         trained = time.monotonic() - began
         self.now = replace(self.now, step=self.now.step + 1)
         self.report.count()
+        policy = None
         if self.now.step % self.config.update_weights_interval == 0:
-            self.publish(self.now.version + 1)
+            policy = self.publish(self.now.version + 1)
         self.report.step(self.now, batch, figures, trained)  # first: what a checkpoint contains must have its line
+        self._evaluate(policy)
         if self._save_is_due() and not self.broker.ledger.taken:
             self.save()
 
@@ -92,18 +101,45 @@ class Loop:
         interval = self.config.save_interval
         return interval > 0 and self.now.step // interval > self.saved // interval
 
-    def publish(self, version: int) -> None:
+    def _evaluate(self, policy: Policy | None) -> None:
+        """Takes in what has been evaluated, and asks for more."""
+        if self.evals:
+            self.evals.look()
+            self._mark_best()
+            if policy:
+                self.evals.ask(policy)
+
+    def _evaluate_last(self) -> None:
+        if self.evals:
+            self.evals.finish(self.policy)
+            self._mark_best()
+            self._clean()
+
+    def _mark_best(self) -> None:
+        if self.evals and self.config.save_best:
+            shop = Workshop(self.folder / "checkpoints", self.broker.epoch)
+            checkpoint.point(shop, self.evals.best(set(weights.versions(shop.root))))
+
+    def publish(self, version: int) -> Policy:
         """Write aside, rename, then announce. Room opens for what these weights were trained on."""
         shop = Workshop(self.folder / "weights", self.broker.epoch)
         path, digest = weights.save(self.backend, shop, version)
         where = str(path.resolve()) if digest else ""
         policy = Policy(version, where, "hf", digest, self.now.step, time.time(), self.now.lineage)
+        self.policy = policy
         trained = list(self.broker.ledger.taken.values())
         (self.announce or self.broker.publish)(policy, trained)
         self.now = replace(self.now, version=version)
         if self.config.save_interval == 0:
             self.broker.commit(trained)
-        weights.clean(shop, {version, version - 1} | self.broker.worker_versions())
+        self._clean()
+        return policy
+
+    def _clean(self) -> None:
+        """Deletes weights that nobody uses."""
+        version, asked = self.now.version, self.evals.versions if self.evals else set()
+        used = {version, version - 1} | self.broker.worker_versions() | asked
+        weights.clean(Workshop(self.folder / "weights", self.broker.epoch), used)
 
     def save(self) -> None:
         """A checkpoint if there is anything new, then the commit of what it contains. What was trained is published
@@ -129,4 +165,5 @@ class Loop:
             log.error("trained here, but not ours to commit in Redis: prompts %s", refused)
         book.dropped, book.dead, book.cursor = ledger.dropped, ledger.dead, ledger.cursor
         self.saved = now.step
-        checkpoint.prune(shop, self.config.save_keep)
+        self._mark_best()
+        checkpoint.prune(shop, self.config.save_keep, self.evals.steps if self.evals else set())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from pipeline.config import GenerateConfig
+from pipeline.config import Engines
 from pipeline.errors import UsageError
 from producers.engines.base import Engine
 from producers.tokens import ByteTokenizer, HFTokenizer, Tokenizer
@@ -13,12 +13,12 @@ from producers.tokens import ByteTokenizer, HFTokenizer, Tokenizer
 Mode = Literal["retract", "in_place"]
 
 
-def build(config: GenerateConfig, mode: Mode) -> tuple[Engine, Tokenizer]:
+def build(config: Engines, mode: Mode) -> tuple[Engine, Tokenizer]:
     """The engine `config` names, not started, and its tokenizer. `mode`: what a weight update does to the cache."""
     return BUILDERS[config.engine](config, mode)
 
 
-def _local(config: GenerateConfig, mode: Mode) -> tuple[Engine, Tokenizer]:
+def _local(config: Engines, mode: Mode) -> tuple[Engine, Tokenizer]:
     if config.hf_checkpoint is None:
         raise UsageError("--engine local needs --hf-checkpoint: a model and tokenizer folder")
     tokenizer = HFTokenizer(config.hf_checkpoint)
@@ -30,7 +30,7 @@ def _local(config: GenerateConfig, mode: Mode) -> tuple[Engine, Tokenizer]:
     return engine, tokenizer
 
 
-def _echo(config: GenerateConfig, mode: Mode) -> tuple[Engine, Tokenizer]:
+def _echo(config: Engines, mode: Mode) -> tuple[Engine, Tokenizer]:
     """There is no cache: both modes are one."""
     from producers.engines.echo import EchoEngine
 
@@ -38,7 +38,7 @@ def _echo(config: GenerateConfig, mode: Mode) -> tuple[Engine, Tokenizer]:
     return engine, ByteTokenizer()
 
 
-def _sglang(config: GenerateConfig, mode: Mode) -> tuple[Engine, Tokenizer]:
+def _sglang(config: Engines, mode: Mode) -> tuple[Engine, Tokenizer]:
     if config.hf_checkpoint is None:
         raise UsageError("--engine sglang needs --hf-checkpoint: the folder of the model that the engines serve")
     if mode == "in_place" and config.engine_router_url:
@@ -55,17 +55,17 @@ def _sglang(config: GenerateConfig, mode: Mode) -> tuple[Engine, Tokenizer]:
     return SGLangEngine(config.hf_checkpoint, servers, mode, config.engine_timeout), tokenizer
 
 
-def _urls(config: GenerateConfig) -> tuple[str, ...]:
+def _urls(config: Engines) -> tuple[str, ...]:
     """What --engine-url names."""
     return tuple(config.engine_url.split(",")) if config.engine_url else ()
 
 
-def slots(config: GenerateConfig) -> int:
+def slots(config: Engines) -> int:
     """Samples that all engines of a worker may have at once."""
     return config.server_concurrency * (len(_urls(config)) if config.engine == "sglang" else 1)
 
 
-BUILDERS: dict[str, Callable[[GenerateConfig, Mode], tuple[Engine, Tokenizer]]] = {
+BUILDERS: dict[str, Callable[[Engines, Mode], tuple[Engine, Tokenizer]]] = {
     "local": _local,
     "sglang": _sglang,
     "echo": _echo,

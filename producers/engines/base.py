@@ -15,9 +15,11 @@ class Sampling:
     max_new_tokens: int
     "at least 1; fewer where the context length leaves fewer"
     temperature: float
-    "> 0; log-probabilities are taken after it"
+    ">= 0; log-probabilities are taken after it; 0: always the likeliest token, with its probability at 1"
     stop_token_ids: tuple[int, ...]
     "a sequence ends with the first of these, which is part of its tokens"
+    top_p: float = 1.0
+    "in (0, 1]: of the likeliest tokens as few as have that much probability together; log-probabilities are as at 1"
 
 
 @dataclass(frozen=True)

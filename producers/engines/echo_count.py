@@ -11,7 +11,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from pipeline.config import GenerateConfig
+from pipeline.config import Engines
 from producers import cli, engines
 from producers.engines.base import Completion, Request
 from producers.engines.echo import EchoEngine
@@ -21,7 +21,7 @@ from producers.tokens import ByteTokenizer
 class CountingEcho(EchoEngine):
     """Counts scripted seconds; at a constant speed they are tokens. Writes `file` when it is closed."""
 
-    def __init__(self, file: Path, config: GenerateConfig) -> None:
+    def __init__(self, file: Path, config: Engines) -> None:
         super().__init__(
             config.echo_latency, config.echo_response_len, config.echo_failure_rate, config.echo_abort_rate
         )

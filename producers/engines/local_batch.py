@@ -73,7 +73,8 @@ class Batch:
         """Sample column `end` of rows a:b."""
         column = slice(self.end, self.end + 1)
         temperature = None if self._temperature is None else self._temperature[a:b]
-        tokens, chosen = pick(logits, temperature, self.slots.uniforms[a:b, column])
+        top_p = None if self._top_p is None else self._top_p[a:b]
+        tokens, chosen = pick(logits, temperature, self.slots.uniforms[a:b, column], top_p)
         self.slots.ids[a:b, column], self.slots.logprobs[a:b, column] = tokens, chosen
         rows = self.rows[a:b]
         values: list[float] = chosen.view(-1).tolist()
@@ -173,8 +174,11 @@ class Batch:
         """Gather what a step needs of all rows."""
         rows = self.rows
         self._first = self._device(np.array([row.first for row in rows], np.int64))
-        warm = np.array([[row.request.sampling.temperature] for row in rows], np.float32)
+        how = [row.request.sampling for row in rows]
+        warm = np.array([[s.temperature or 1] for s in how], np.float32)
         self._temperature = None if (warm == 1).all() else self._device(warm)
+        whole = np.array([[s.top_p if s.temperature else 0] for s in how], np.float32)
+        self._top_p = None if (whole == 1).all() else self._device(whole)
         self._low = min((row.first for row in rows), default=0)
         self._even = all(row.first == self._low for row in rows)
 

@@ -25,12 +25,12 @@ def generate(request: Request, limit: int, rid: str, version: int | None) -> Bod
     is in it would be sampled from old and new weights mixed, under the new ones' name.
 
     All that could make the distribution another one than the trainer's is sent as neutral, whatever the server's own
-    defaults are. Log-probabilities are then of the distribution that was sampled from: after temperature, and there is
-    no top-p or top-k. The server heeds `sampling_seed` when started with --enable-deterministic-inference.
-    UsageError for a temperature at which the server would not sample.
+    defaults are. Log-probabilities are then of the distribution that was sampled from: after temperature, and only an
+    evaluation has top-p. The server heeds `sampling_seed` when started with --enable-deterministic-inference.
+    UsageError for a temperature at which the server would not sample, but for 0, which asks for that.
     """
     sampling = request.sampling
-    if sampling.temperature < GREEDY:
+    if 0 < sampling.temperature < GREEDY:
         raise UsageError(f"--rollout-temperature {sampling.temperature}: SGLang does not sample below {GREEDY}")
     return {
         "rid": rid,
@@ -41,7 +41,7 @@ def generate(request: Request, limit: int, rid: str, version: int | None) -> Bod
             "temperature": sampling.temperature,
             "stop_token_ids": list(sampling.stop_token_ids),
             "sampling_seed": request.seed,
-            "top_p": 1.0,
+            "top_p": sampling.top_p,
             "top_k": -1,
             "min_p": 0.0,
             "frequency_penalty": 0.0,

@@ -1,0 +1,41 @@
+"""The weights of a Millpond checkpoint as a folder that engines can load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from pipeline.errors import UsageError
+
+OWN = "model."
+"What names of the model's tensors begin with in a checkpoint; the others are the optimizer's."
+
+
+@contextmanager
+def as_folder(checkpoint: Path, model: Path) -> Iterator[Path]:
+    """A folder in the Hugging Face layout, while the block lasts: the checkpoint's tensors in float32, all else from
+    `model`. UsageError where the checkpoint is not one of the torch backend."""
+    state = checkpoint / "model"
+    with tempfile.TemporaryDirectory(prefix="millpond-eval-") as name:
+        folder = Path(name)
+        for path in model.iterdir():
+            if path.suffix in (".json", ".jinja", ".model", ".txt") and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, folder / path.name)
+        try:
+            places: dict[str, str] = json.loads((state / "state.json").read_text(encoding="utf-8"))["tensors"]
+            for file in sorted(set(places.values())):
+                with safe_open(state / file, "np") as content:
+                    own = [key for key in content.keys() if key.startswith(OWN)]  # noqa: SIM118 not a dict
+                    held = {key.removeprefix(OWN): content.get_tensor(key) for key in own}
+                if held:
+                    save_file(held, folder / file.replace("state", "model"), metadata={"format": "pt"})
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise UsageError(f"{checkpoint}: it holds no weights of the torch backend: {error}") from error
+        yield folder

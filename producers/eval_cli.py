@@ -1,0 +1,147 @@
+"""`millpond eval`: evaluates weights by hand, on sets of prompts, and prints a table.
+
+millpond eval --hf-checkpoint FOLDER --eval-prompt-data NAME PATH --rm-type exact
+millpond eval runs/demo                            its newest checkpoint, with its model, sets and reward
+millpond eval runs/demo/checkpoints/best           another one
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline import show
+from pipeline.config import Agreed, EvalWork, Positive, PositiveFloat, option
+from pipeline.errors import UsageError
+from pipeline.evals import Ask, ask_of
+from pipeline.evaluation import EvalSampling, names
+from pipeline.find import RUNS, settings
+from pipeline.flags import parse
+from pipeline.metrics import Values
+from pipeline.modes import check
+from pipeline.sections import JsonMap
+from pipeline.types import Policy
+from producers.checkpoint_weights import as_folder
+from producers.evaluate import evaluate
+
+
+class EvalConfig(EvalWork, EvalSampling):
+    """Evaluates weights by hand: millpond eval [RUN or CHECKPOINT] [options]; without one, those of --hf-checkpoint."""
+
+    rollout_temperature: PositiveFloat = option(1.0, "sampling temperature where --eval-temperature is not given")
+    rollout_max_response_len: Positive = option(1024, "tokens an answer may have without --eval-max-response-len")
+    rollout_seed: int = option(42, "seed of all samplers", ge=0)
+    apply_chat_template: bool = option(False, "render prompts with the tokenizer's chat template")
+    apply_chat_template_kwargs: JsonMap | None = option(None, "what the template is given besides, a JSON map")
+    eval_timeout: PositiveFloat = option(86400.0, "seconds it may take")
+    json_: bool = option(False, "one JSON document instead of a table")
+
+
+@dataclass(frozen=True)
+class Meant:
+    """What a word on the command line means."""
+
+    run: Path | None = None
+    "folder whose config.toml goes before the defaults"
+    checkpoint: Path | None = None
+
+
+def main(argv: list[str]) -> int:
+    word, flags = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    meant = _meant(Path(word)) if word else Meant()
+    if word and meant == Meant():
+        flags = ["--hf-checkpoint", word, *flags]
+    config = parse(EvalConfig, [*_of_run(meant.run, flags), *flags], os.environ, "millpond eval")
+    check(config)
+    if config.eval_prompt_data is None and config.eval_function_path is None:
+        raise UsageError("nothing to evaluate on: give --eval-prompt-data NAME PATH")
+    logging.basicConfig(level=logging.WARNING, format="millpond: %(message)s")
+    with ExitStack() as stack:
+        weights = config.hf_checkpoint
+        if meant.checkpoint:
+            weights = stack.enter_context(as_folder(meant.checkpoint, config.hf_checkpoint or Path()))
+        found = asyncio.run(evaluate(*_work(config, weights)))
+    _show(config, found)
+    return 0
+
+
+def _meant(path: Path) -> Meant:
+    """A run by folder or name, a checkpoint, or neither: a model's folder."""
+    if not path.exists() and (RUNS / path).is_dir():
+        path = RUNS / path
+    path = path.resolve()
+    if (path / "state.json").is_file() and (path / "model").is_dir():
+        return Meant(path.parents[1], path)
+    if (path / "config.toml").is_file():
+        found = sorted(p for p in (path / "checkpoints").glob("[0-9]*") if p.name.isdigit())
+        if not found:
+            raise UsageError(f"{path} has no checkpoint yet; a folder under weights/ can be evaluated as well")
+        return Meant(path, found[-1])
+    if not (path / "config.json").is_file():
+        raise UsageError(f"{path}: neither a run, nor a checkpoint, nor a model's folder")
+    return Meant()
+
+
+def _of_run(run: Path | None, flags: Sequence[str]) -> list[str]:
+    """Flags that stand for the run's configuration. Its engines are left alone: they would be given other weights."""
+    if run is None:
+        return []
+    own = [] if "--config" in flags else ["--config", str(run / "config.toml")]
+    if settings(run).get("engine") == "sglang" and "--engine" not in flags:
+        own += ["--engine", "local"]
+    named = [flag for flag in ("--engine-url", "--engine-router-url", "--eval-engine-url") if flag not in flags]
+    return [*own, *(f"{flag}=" for flag in named), "--no-eval-shared-engines"]
+
+
+def _work(config: EvalConfig, weights: Path | None) -> tuple[Ask, EvalConfig, Agreed]:
+    """What `evaluate` is given. Without a trainer there are no rules of a run but those in `config`."""
+    policy = Policy(1, str(weights.absolute()) if weights and config.engine != "echo" else "", "hf", "", 0, 0.0)
+    fields = ("rollout_seed", "apply_chat_template", "apply_chat_template_kwargs")
+    rules = Agreed(
+        **{name: getattr(config, name) for name in fields},
+        group_rm=config.group_rm,
+        code={},
+        bound=1,
+        in_flight=1,
+        max_weight_staleness=None,
+        queue_capacity=1,
+        queue_max_bytes=1,
+        max_group_bytes=1,
+        rollout_submission_granularity="sample",
+        pause_generation_mode="retract",
+    )
+    return ask_of(config, policy), config, rules
+
+
+def _show(config: EvalConfig, found: Values) -> None:
+    del found["eval/weight_version"]
+    if config.json_:
+        return show.document(found)
+    if config.eval_function_path is not None:
+        return show.pairs([(name, f"{value:.6g}") for name, value in found.items()])
+    sets = names(config)
+    columns = list(dict.fromkeys(key for name in sets for key in _row(found, name)))
+    head = ["set", *(c.strip("-/") or "reward" for c in columns)]
+    cells = {name: _row(found, name) for name in sets}
+    show.table(head, [[name, *(_cell(cells[name].get(c)) for c in columns)] for name in sets])
+    show.line(f"{found['eval/seconds']:.1f} s")
+    return None
+
+
+def _row(found: Values, name: str) -> dict[str, float]:
+    """The metrics of one set by what follows its name: empty for the reward itself, `-pass@1`, `/response_len/mean`."""
+    head, rest = f"eval/{name}", ("", "-pass@", "-truncated_ratio", "/response_len/mean", "/unscored")
+    return {
+        key.removeprefix(head): value
+        for key, value in found.items()
+        if key == head or any(key.startswith(head + part) for part in rest if part)
+    }
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

@@ -1,0 +1,151 @@
+"""Evaluates one version of the weights on sets of prompts, with an engine of its own or one it is a guest of.
+
+Consumes what a trainer asks for (or `millpond eval`); waits for the engine; produces numbers by name. All samples carry
+that one version: what another version sampled, or was aborted, is sampled again, and never scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config import Agreed, EvalWork, Rewards
+from pipeline.errors import EngineError, RequestRefused, UsageError
+from pipeline.evals import Ask
+from pipeline.evaluation import sets
+from pipeline.metrics import Values
+from pipeline.types import Group, Prompt
+from producers import custom_generate, engines, eval_function, eval_metrics, rewards
+from producers.checks import Checks
+from producers.dataset import Dataset
+from producers.engines.base import Engine, Sampling
+from producers.eval_metrics import Answers
+from producers.group import Maker, Progress
+from producers.rows import RowKeys
+from producers.tokens import Tokenizer
+
+log = logging.getLogger(__name__)
+
+PAUSES = (0.0, 1.0, 5.0, 15.0)
+"Seconds before each try of a prompt after the first."
+
+
+async def evaluate(ask: Ask, config: EvalWork, rules: Agreed) -> Values:
+    """Metrics by name; TimeoutError after `ask.seconds`. Of the run's `rules` hold the seed and how prompts are
+    rendered."""
+    began = time.monotonic()
+    async with asyncio.timeout(ask.seconds):
+        if config.eval_function_path is not None:
+            files = sets(config.eval_prompt_data) if config.eval_prompt_data else {}
+            found = await eval_function.call(config.eval_function_path, ask, files)
+        else:
+            found = await _on_sets(ask, config, rules)
+    return {**found, "eval/weight_version": ask.version, "eval/seconds": time.monotonic() - began}
+
+
+async def _on_sets(ask: Ask, config: EvalWork, rules: Agreed) -> Values:
+    data = open_sets(config)
+    reward = reward_of(config)
+    rules = rules.model_copy(update={"n_samples_per_prompt": ask.samples, "rollout_max_prompt_len": None})
+    own = config.custom_generate_function_path
+    play = custom_generate.load(own) if own else custom_generate.ONCE
+    found: Values = {}
+    async with rewards.opened(reward, reward.group_rm) as scorer, _engine(ask, config, rules) as (engine, tokenizer):
+        sampling = Sampling(ask.max_response_len, ask.temperature, tokenizer.stop_token_ids, ask.top_p)
+        slots = asyncio.Semaphore(engines.slots(config))
+        maker = Maker(engine, tokenizer, scorer, rules, "evaluation", slots, play, sampling)
+        for name, dataset in data.items():
+            answers = await Crew(maker, ask.version, max(2, 2 * engines.slots(config) // ask.samples)).all(dataset)
+            found |= eval_metrics.values(name, answers, len(dataset) - len(answers))
+            log.info("version %d on %s: %s", ask.version, name, found.get(f"eval/{name}"))
+    return found
+
+
+def open_sets(config: EvalWork) -> dict[str, Dataset]:
+    """All sets of --eval-prompt-data, their rows checked; UsageError says what is wrong in which."""
+    keys, found = RowKeys(config.eval_input_key, config.eval_label_key), {}
+    for name, path in sets(config.eval_prompt_data or "").items():
+        try:
+            checks = Checks(reward_of(config).rm_type)
+            found[name] = Dataset.open(Path(path), keys, checks)
+            checks.settle()
+        except UsageError as error:
+            raise UsageError(str(error).replace("--prompt-data", f"--eval-prompt-data {name}")) from None
+    return found
+
+
+def reward_of(config: EvalWork) -> Rewards:
+    """What scores: the run's, or --eval-rm-type."""
+    if config.eval_rm_type is None:
+        return config
+    return config.model_copy(update={"rm_type": config.eval_rm_type, "custom_rm_path": None, "group_rm": False})
+
+
+@asynccontextmanager
+async def _engine(ask: Ask, config: EvalWork, rules: Agreed) -> AsyncIterator[tuple[Engine, Tokenizer]]:
+    """An engine that serves just that version."""
+    if config.eval_engine_url is not None:
+        more = {"engine": "sglang", "engine_url": config.eval_engine_url, "engine_router_url": None}
+        config = config.model_copy(update=more)
+    engine, tokenizer = engines.build(config, rules.pause_generation_mode)
+    try:
+        await engine.start()
+        await engine.load(ask.policy)
+        yield engine, tokenizer
+    finally:
+        await engine.close()
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Has the prompts of a set answered, some at once."""
+
+    maker: Maker
+    version: int
+    most: int
+    "groups at once"
+
+    async def all(self, dataset: Dataset) -> list[Answers]:
+        """In the rows' order, without those that have no room in the engine."""
+        free = asyncio.Semaphore(self.most)
+        made: list[asyncio.Task[Answers | None]] = []
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for row in range(len(dataset)):
+                    await free.acquire()
+                    made.append(tasks.create_task(self._one(Prompt(row, 1, 0, dataset.record(row)), free)))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        return [found for task in made if (found := task.result()) is not None]
+
+    async def _one(self, prompt: Prompt, free: asyncio.Semaphore) -> Answers | None:
+        try:
+            return Answers.of(await self._made(prompt))
+        except RequestRefused as error:
+            log.warning("prompt %d is left out: %s", prompt.id, error)
+            return None
+        finally:
+            free.release()
+
+    async def _made(self, prompt: Prompt) -> Group:
+        trouble: Exception | None = None
+        for pause in (None, *PAUSES):
+            if pause is not None:
+                log.warning("prompt %d is made again: %s", prompt.id, trouble)
+                await asyncio.sleep(pause)
+            try:
+                group = await self.maker.make(prompt, Progress(), asyncio.Event())
+            except RequestRefused:
+                raise
+            except EngineError as error:
+                trouble = error
+                continue
+            if group.versions == {self.version}:
+                return group
+            trouble = EngineError(f"it was sampled with the versions {sorted(map(str, group.versions))}")
+        raise trouble or EngineError("never made")
