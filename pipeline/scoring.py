@@ -17,6 +17,7 @@ def idle(config: Section) -> list[tuple[bool, str, tuple[str, ...]]]:
     return [
         (own, takes, ("rm_type", "rm_url", "rm_api_key", "rm_memory")),
         (own and not by_worker, f"{takes}, and without --rm-place worker it has no limits", _LIMITS),
+        (not by_worker, "it belongs to --rm-place worker", ("rm_spares",)),
         (not own, "only a --custom-rm-path scores whole groups", ("group_rm",)),
     ]
 

@@ -107,6 +107,9 @@ class Rewards(Section):
         "generator", "where answers are scored; worker: by `millpond worker`, in processes that are killed if they hang"
     )
     rm_workers: Positive = option(2, "grading processes of a generator, or of a worker")
+    rm_spares: int = option(
+        16, "--rm-place worker: processes a worker starts besides while answers hang in its own", ge=0
+    )
     rm_memory: Positive = option(512, "MiB that grading one answer may take")
     group_rm: bool = option(False, "the reward function scores a whole group at once")
     dynamic_sampling_filter_path: str | None = option(None, "keep or drop a group where it is made, module.function")

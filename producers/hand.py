@@ -1,9 +1,4 @@
-"""One RQ worker: takes one job at a time from one queue of the run and has a process of its own do it.
-
-RQ's own workers import whatever function a job names, unpickle, fork, and put the password on a command line (spawn).
-This one uses RQ's bookkeeping and none of that: a job is a name out of `pipeline.jobs.KINDS` and JSON arguments, its
-callbacks are not called (deaf.py). What it has when it is killed is run again by another within about LIMIT seconds.
-"""
+"""One hand of a worker: takes one job at a time, and has a process of its own do it, which it can kill."""
 
 from __future__ import annotations
 
@@ -15,126 +10,72 @@ from functools import partial
 from typing import Any
 
 from redis.exceptions import RedisError
-from rq import Queue, worker_registration
-from rq.exceptions import DequeueTimeout
-from rq.job import JobStatus
-from rq.registry import clean_registries
-from rq.serializers import JSONSerializer
 from rq.utils import now
-from rq.worker import BaseWorker
 
 from pipeline.broker import Broker
 from pipeline.errors import MillpondError, Stopped, UsageError
-from pipeline.jobs import DIED, FAILED, LATE, REFUSED, Kind
-from producers.deaf import Deaf, refusal
+from pipeline.jobs import DIED, FAILED, LATE, Kind
+from producers.deaf import refusal
 from producers.horse import Horse, HorseDied
 from producers.jobs import Desk, Job
+from producers.member import Member
 
 log = logging.getLogger(__name__)
 
-LIMIT = 20
-"Seconds without a sign of life after which a worker is dead and its job is another's."
-EVERY = 3.0
-"Seconds between signs."
 GRACE = 15.0
 "Seconds in which a job that runs may end once the worker is told to stop; then it is handed back."
-BLOCK = 1
-"Seconds that the one blocking pop waits."
-TIDY = 5
-"Seconds between looks for jobs of dead workers, by one worker of all."
+DEATHS = 5
+"Processes that may be killed one after the other as they start."
 
 
-class Hand(BaseWorker):  # type: ignore[misc]
-    job_class = Deaf
-
+class Hand(Member):
     def __init__(self, broker: Broker, kind: Kind, name: str, job: Job, desk: Desk) -> None:
-        """`broker` is for this hand alone; `broker.stop` is set when no more jobs are to be taken."""
-        self.broker = broker
-        self.kind = kind
+        """`broker.stop` is set when no more jobs are to be taken."""
         self.lasting = job.lasting
         self.desk = desk
         self.horse: Horse | None = None
-        self.told = 0.0
-        "monotonic time of the last sign of life"
-        super().__init__(
-            [broker.keys.queue(kind.queue)],
-            name=f"{broker.keys.prefix}{name}",
-            connection=broker.client,
-            worker_ttl=LIMIT,
-            serializer=JSONSerializer,
-        )
-        self.queue = self.queues[0]
-        self.birth_date = now()
+        self.leaves_after: float | None = None
+        "seconds without a job"
+        self.since = 0.0
+        "monotonic time since when it does a job; 0: it does none"
+        self.idle = time.monotonic()
+        "since when it has done none"
+        super().__init__(broker, kind, name)
 
     def run(self) -> None:
         """Until told to stop. UsageError where this worker cannot do such jobs, RedisDown past the patience."""
         try:
             if self.lasting:
-                self._saddle(None)
-            while not self.broker.stop.is_set():
+                self._first()
+            while not self.broker.stop.is_set() and not self._superfluous():
                 self.broker.patiently(self._turn)
         except Stopped:
             pass
         finally:
-            if self.horse is not None:
-                self.horse.end()
+            self._put_down()
             with contextlib.suppress(RedisError):  # else its keys expire
                 self.register_death()
 
-    # -- signs of life
-
-    def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
-        """RQ's, under our limit."""
-        super().heartbeat(LIMIT, pipeline)
-
-    def get_heartbeat_ttl(self, job: Any, working_time: float = 0.0) -> int:
-        return LIMIT
-
-    def _sign(self) -> None:
-        """Registers as well: Redis may have come back without us."""
-        if time.monotonic() - self.told < EVERY:
-            return
-        self.last_heartbeat = now()
-        with self.connection.pipeline() as pipe:
-            worker_registration.register(self, pipe)
-            pipe.hset(self.key, mapping={**self.serialize(), "state": self.get_state()})
-            self.heartbeat(pipeline=pipe)
-            pipe.execute()
-        self.told = time.monotonic()
+    def _superfluous(self) -> bool:
+        return self.leaves_after is not None and time.monotonic() - self.idle > self.leaves_after
 
     # -- one job
 
     def _turn(self) -> None:
-        self._sign()
-        if self.connection.set(f"rq:tidy:{self.queue.name}", self.name, nx=True, ex=TIDY):
-            clean_registries(self.queue)
-            worker_registration.clean_worker_registry(self.queue)
-            self.queue.intermediate_queue.cleanup(self, self.queue)
-        job = self._next()
+        self.sign()
+        self.tidy()
+        job = self.take()
         if job is not None:
-            self._do(job)
-
-    def _next(self) -> Any:
-        """The next job; None where there is none, or none of ours."""
-        try:
-            found = Queue.dequeue_any([self.queue], BLOCK, self.connection, job_class=Deaf, serializer=JSONSerializer)
-        except DequeueTimeout:
-            return None
-        except RedisError:
-            raise
-        except Exception as error:
-            id = getattr(error, "job_id", None)
-            if id is None:
-                raise
-            self.queue.intermediate_queue.remove(id)
-            self._report(id, f"what Redis holds as a job cannot be read: {error}")
-            return None
-        return found[0] if found else None
+            self.since = time.monotonic()
+            try:
+                self._do(job)
+            finally:
+                self.since, self.idle = 0.0, time.monotonic()
 
     def _do(self, job: Any) -> None:
         why = refusal(job, self.kind)
         if why:
-            self._refuse(job, why)
+            self.refuse(job, why)
             return
         job.retries_left = min(job.retries_left or 0, self.kind.retries)
         execution = self.prepare_execution(job)
@@ -142,37 +83,41 @@ class Hand(BaseWorker):  # type: ignore[misc]
         try:
             settle = self._asked(job, execution)
         finally:
-            if not self.lasting and self.horse is not None:
-                self.horse.end()
-                self.horse = None
+            if not self.lasting:
+                self._put_down()
         job.ended_at = now()
         self.broker.patiently(settle)
         self.set_state("idle")
 
     def _asked(self, job: Any, execution: Any) -> Callable[[], None]:
         """What is to be written down of a job, once it has ended somehow."""
+        failed = partial(self.failed, job, execution)
         try:
-            if self.horse is None or not self.horse.alive:
-                self._saddle(lambda: self._beat(job, execution))
-            reply = self._reply(job, execution)
+            reply = self._reply(self._ridden(lambda: self.beat(job, execution)), job, execution)
         except HorseDied as death:
             self._put_down()
-            return partial(self._failed, job, execution, f"{DIED}: {death}")
+            return partial(failed, f"{DIED}: {death}", again=True)
         except TimeoutError as error:
-            return partial(self._failed, job, execution, f"{LATE}: {error}", again=False)
+            return partial(failed, f"{LATE}: {error}")
+        except Stopped:
+            return partial(self.hand_back, job, execution)
+        except MillpondError as error:
+            if self.lasting:  # it could do such jobs before
+                raise
+            return partial(failed, f"{FAILED}: {error}")
         if reply is None:
-            return partial(self._hand_back, job, execution)
+            return partial(self.drop, job, execution)
         if "error" in reply:
-            why = f"{FAILED}: {reply['error']}\n{reply['trace']}"
-            return partial(self._failed, job, execution, why, again=False)
-        return partial(self._succeeded, job, execution, reply["value"])
+            return partial(failed, f"{FAILED}: {reply['error']}\n{reply['trace']}")
+        return partial(self.succeeded, job, execution, reply["value"])
 
-    def _reply(self, job: Any, execution: Any) -> dict[str, Any] | None:
-        """What the process says of the job; None where it is to be handed back. TimeoutError where it took too long."""
-        horse = self._ridden()
+    def _reply(self, horse: Horse, job: Any, execution: Any) -> dict[str, Any] | None:
+        """What the process says of the job; None where nobody waits for it any more. TimeoutError where it took too
+        long, Stopped where it is to be handed back."""
         horse.send({"arguments": job.kwargs})
         over, stopped = time.monotonic() + job.timeout, 0.0
         while (reply := horse.read(min(1.0, over - time.monotonic()))) is None:
+            horse.yields()
             if time.monotonic() >= over:
                 self._put_down()
                 raise TimeoutError(f"not done in {job.timeout:g} s")
@@ -180,69 +125,47 @@ class Hand(BaseWorker):  # type: ignore[misc]
                 stopped = stopped or time.monotonic()
                 if time.monotonic() - stopped >= GRACE:
                     self._put_down()
-                    return None
-            self._beat(job, execution)
+                    raise Stopped("asked to stop")
+            if not self.beat(job, execution):
+                self._put_down()
+                return None
         return reply
 
-    def _saddle(self, beat: Callable[[], None] | None) -> None:
+    # -- its process
+
+    def _first(self) -> None:
+        """Ready before a job is taken, where the process is for many."""
+        for left in reversed(range(DEATHS)):
+            try:
+                self._saddle(lambda: None)
+                return
+            except HorseDied as death:
+                if not left:
+                    raise
+                log.warning(
+                    "a process for %s was killed as it started (%s); it is started again", self.kind.queue, death
+                )
+
+    def _ridden(self, beat: Callable[[], object]) -> Horse:
+        if self.horse is None or not self.horse.alive:
+            self._put_down()
+            return self._saddle(beat)
+        return self.horse
+
+    def _saddle(self, beat: Callable[[], object]) -> Horse:
         """Starts the process and returns when it can take a job."""
-        self.horse = Horse(self.desk, self.kind.name)
-        while (first := self.horse.read(1.0)) is None:
+        horse = self.horse = Horse(self.desk, self.kind.name)
+        while (first := horse.read(1.0)) is None:
             if self.broker.stop.is_set():
                 raise Stopped("asked to stop while a process was starting")
-            if beat:
-                beat()
+            beat()
         if "refused" in first:
             raise UsageError(first["refused"])
         if "broken" in first:
             raise MillpondError(f"{first['broken']}\n{first['trace']}")
-
-    def _ridden(self) -> Horse:
-        if self.horse is None:
-            raise RuntimeError("there is no process to do the job")
-        return self.horse
+        return horse
 
     def _put_down(self) -> None:
-        self._ridden().end()
-        self.horse = None
-
-    def _beat(self, job: Any, execution: Any) -> None:
-        """That the job is being done. In an outage nothing is said: the job goes on, its end is written later."""
-        if time.monotonic() - self.told >= EVERY:
-            with contextlib.suppress(RedisError):
-                self.maintain_heartbeats(job, execution)
-                self._sign()
-
-    # -- its end
-
-    def _succeeded(self, job: Any, execution: Any, value: Any) -> None:
-        job._result, job._status = value, JobStatus.FINISHED
-        self.handle_job_success(job, self.queue, self.queue.started_job_registry, execution)
-
-    def _failed(self, job: Any, execution: Any, why: str, again: bool = True) -> None:
-        """Run again where that may help, else failed."""
-        if not again:
-            job.retries_left = 0
-        log.warning("job %s: %s%s", job.id, why.splitlines()[0], "; it is run again" if job.retries_left else "")
-        self.handle_job_failure(job, self.queue, exc_string=why, execution=execution)
-
-    def _hand_back(self, job: Any, execution: Any) -> None:
-        """To the front of the queue, as if nobody had begun it."""
-        log.info("job %s is handed back", job.id)
-        with self.connection.pipeline() as pipe:
-            self.cleanup_execution(job, pipeline=pipe, execution=execution)
-            self.queue._enqueue_job(job, pipeline=pipe, at_front=True)
-            pipe.execute()
-
-    # -- what is not ours
-
-    def _refuse(self, job: Any, why: str) -> None:
-        self.queue.intermediate_queue.remove(job.id)
-        job.retries_left, job.failure_ttl, job.ended_at = 0, self.kind.kept, now()
-        self.handle_job_failure(job, self.queue, exc_string=f"{REFUSED}: {why}")
-        self._report(job.id, why)
-
-    def _report(self, id: str, why: str) -> None:
-        """In the log, and where `millpond inspect errors` finds it."""
-        log.error("job %s is refused and was not run: %s", id, why)
-        self.broker.note(self.name, f"job {id} refused: {why}")
+        if self.horse is not None:
+            self.horse.end()
+            self.horse = None

@@ -28,6 +28,8 @@ from pipeline.tether import spawn
 from producers.jobs import JOBS, Desk, Function
 from producers.rewards.frames import HEAD, Frames, length, pack
 
+NICE = 5
+
 
 class HorseDied(MillpondError):
     """How its process ended."""
@@ -68,6 +70,11 @@ class Horse:
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
+
+    def yields(self) -> None:
+        """To those that need less time: what hangs may compute. There is no way back."""
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PGRP, self.process.pid, NICE)
 
     def end(self) -> None:
         """At once, with all that it has started."""

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +21,7 @@ from pipeline.errors import MillpondError, RedisDown, Starved, Stopped
 from pipeline.flags import parse
 from pipeline.jobs import KINDS, REWARD, Kind
 from pipeline.join import Place, join
+from pipeline.keys import Keys
 from pipeline.leases import new_worker_id
 from pipeline.log import setup
 from pipeline.modes import check
@@ -31,8 +31,12 @@ from producers.jobs import JOBS, Desk
 
 log = logging.getLogger(__name__)
 
-LOOK = 2.0
-"Seconds between looks whether the run is over."
+LOOK = 0.5
+"Seconds between looks whether the run is over, and whether answers hang."
+SLOW = 1.0
+"Seconds after which an answer counts as one that hangs, until it is scored."
+QUIET = 60.0
+"Seconds without a job after which a spare hand leaves."
 
 
 def main(argv: list[str]) -> int:
@@ -83,46 +87,55 @@ def _tell(broker: Broker, error: Exception) -> None:
 
 @dataclass
 class Crew:
-    """The hands of one process."""
+    """The hands of one process: --rm-workers for rewards and one for evaluations, as far as the run has such jobs.
+
+    While answers hang in some, more are started, so that those which do not hang go on: so many that --rm-workers are
+    free, and as many again, since starting one takes seconds; at most --rm-spares. They leave when all is quiet.
+    """
 
     config: WorkerConfig
     place: Place
     rules: Agreed
     broker: Broker
+    id: str = field(default_factory=new_worker_id)
+    hands: dict[threading.Thread, Hand | None] = field(default_factory=dict)
+    "None: it is starting"
     trouble: list[BaseException] = field(default_factory=list)
     "what hands ended with"
 
     def work(self) -> None:
         """Returns when all hands have; raises what one of them ended with."""
-        hands = [threading.Thread(target=self._run, args=made, name=made[1]) for made in self._hands()]
-        for hand in hands:
-            hand.start()
-        log.info("worker %s: %d hands for %s", new_worker_id(), len(hands), self.config.worker_jobs)
+        own = {REWARD: self.config.rm_workers if self.rules.rm_place == "worker" else 0}
+        kinds = [kind for kind in KINDS.values() if self.config.worker_jobs in ("all", kind.queue)]
+        for kind in kinds:
+            for _ in range(own.get(kind, 1) if kind.name in JOBS else 0):
+                self._start(kind)
+        log.info("worker %s takes jobs with %d hands", self.id, len(self.hands))
         try:
             while not self.broker.stop.wait(LOOK) and not self._over():
-                pass
+                self._help()
         finally:
             self.broker.stop.set()
-            for hand in hands:
-                hand.join()
+            for thread in list(self.hands):
+                thread.join()
         if self.trouble:
             raise self.trouble[0]
 
-    def _hands(self) -> Iterator[tuple[Kind, str]]:
-        id = new_worker_id()
-        for kind in KINDS.values():
-            if kind.name not in JOBS or self.config.worker_jobs not in ("all", kind.queue):
-                continue
-            if kind is not REWARD or self.rules.rm_place == "worker":
-                for n in range(self.config.rm_workers if kind is REWARD else 1):
-                    yield kind, f"{id}-{kind.queue}-{n}"
+    def _start(self, kind: Kind, spare: bool = False) -> None:
+        name = f"{self.id}-{kind.queue}-{len(self.hands)}"
+        thread = threading.Thread(target=self._run, args=(kind, name, spare), name=name)
+        self.hands[thread] = None
+        thread.start()
 
-    def _run(self, kind: Kind, name: str) -> None:
+    def _run(self, kind: Kind, name: str, spare: bool) -> None:
         broker = Broker(self.place.url, self.broker.keys, "job", self.config.redis_patience)
         broker.stop = self.broker.stop
         desk = Desk(self.config, self.rules, self.place.run, self.place.url, self.place.folder)
         try:
-            broker.patiently(lambda: Hand(broker, kind, name, JOBS[kind.name], desk)).run()
+            hand = broker.patiently(lambda: Hand(broker, kind, name, JOBS[kind.name], desk))
+            hand.leaves_after = QUIET if spare else None
+            self.hands[threading.current_thread()] = hand
+            hand.run()
         except Stopped:
             pass
         except BaseException as error:
@@ -132,9 +145,22 @@ class Crew:
         finally:
             broker.close()
 
+    def _help(self) -> None:
+        now = time.monotonic()
+        there = [hand for thread, hand in self.hands.items() if thread.is_alive() and (not hand or hand.kind is REWARD)]
+        held = sum(hand is not None and 0 < hand.since < now - SLOW for hand in there)
+        if held and self.broker.patiently(lambda: self.broker.client.exists(_waiting(self.broker.keys, REWARD))):
+            most = self.config.rm_workers + self.config.rm_spares
+            for _ in range(len(there), min(most, 2 * self.config.rm_workers + held)):
+                self._start(REWARD, spare=True)
+
     def _over(self) -> bool:
         """The run has ended, and nothing waits any more that somebody may still want to read."""
         if not self.broker.stopping():
             return False
-        waiting = [f"rq:queue:{self.broker.keys.queue(kind.queue)}" for kind in KINDS.values()]
+        waiting = [_waiting(self.broker.keys, kind) for kind in KINDS.values()]
         return not self.broker.patiently(lambda: self.broker.client.exists(*waiting))
+
+
+def _waiting(keys: Keys, kind: Kind) -> str:
+    return f"rq:queue:{keys.queue(kind.queue)}"
