@@ -1,7 +1,7 @@
 """What a worker of jobs is to RQ: registered, alive, and how a job of it ends. RQ's own bookkeeping, and no more of RQ.
 
 RQ's own workers import whatever function a job names, unpickle, fork, and put the password on a command line (spawn).
-Here a job is a name out of `pipeline.jobs.KINDS` and JSON arguments, and what it says of callbacks is not heard (deaf.py).
+Here a job is a name out of `pipeline.jobs.KINDS` and JSON arguments; its callbacks are not heard (deaf.py).
 What a worker has when it is killed is run again by another within about LIMIT seconds, `Kind.retries` times.
 """
 
