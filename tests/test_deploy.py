@@ -42,11 +42,14 @@ from pipeline.flags import parse
 from pipeline.keys import GROUP, Keys
 from pipeline.modes import agreed, check
 from pipeline.server import find_server
+from producers.sglang_cpu.serve import ServeConfig
 
 PASSWORD = "correct-horse"
 EXAMPLE = env_file((ROOT / ".env.example").read_text())
 ENV = {**EXAMPLE, "REDIS_PASSWORD": PASSWORD}
 DATA = ROOT / "tests" / "data"
+OTHERS = ("demo", "engine-cpu")
+"Services of the image that are no stage of a run."
 
 
 def schema(name: str) -> dict[str, Any]:
@@ -109,10 +112,11 @@ def images() -> Iterator[str]:
 
 
 def test_images_are_named_by_version() -> None:
-    assert [name for name in images() if "latest" in name or not re.search(r"[:.][\w.-]*\d|:(cpu|cuda)$", name)] == []
-    assert (
-        re.findall(r"^FROM (\S+)", (ROOT / "deploy/Dockerfile").read_text(), re.MULTILINE) == ["python:${PYTHON}"] * 2
-    )
+    assert [
+        name for name in images() if "latest" in name or not re.search(r"[:.][\w.-]*\d|:(cpu|cuda|engine-cpu)$", name)
+    ] == []
+    bases = re.findall(r"^FROM (\S+)", (ROOT / "deploy/Dockerfile").read_text(), re.MULTILINE)
+    assert bases == ["python:${PYTHON}", "python:${PYTHON}", "runtime", "runtime"]
 
 
 def test_no_shell_stands_between_a_stop_signal_and_a_process() -> None:
@@ -167,7 +171,7 @@ def test_redis_is_healthy_when_it_says_so(where: str, says: str, healthy: bool, 
 
 def test_dependants_wait_for_a_redis_that_is_healthy() -> None:
     for name, service in compose(ENV)["services"].items():
-        if name in services(ENV) and name != "demo":
+        if name in services(ENV) and name not in OTHERS:
             assert service["depends_on"]["redis"] == {"condition": "service_healthy"}
             assert service["restart"].startswith("on-failure:")  # a bug does not restart for ever
 
@@ -214,7 +218,7 @@ def given(container: Container, config: Path) -> tuple[list[str], dict[str, str]
     return words, {k: v.replace("/etc/millpond/run.toml", str(config)) for k, v in container.env.items()}
 
 
-STAGES = {**{f"compose {n}": c for n, c in services(ENV).items() if n != "demo"}, **pods(PASSWORD)}
+STAGES = {**{f"compose {n}": c for n, c in services(ENV).items() if n not in OTHERS}, **pods(PASSWORD)}
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -230,6 +234,14 @@ def test_a_command_line_is_one_that_millpond_takes(name: str, tmp_path: Path, ca
     if isinstance(config, TrainConfig):
         assert config.goes_on
         assert config.out == Path("/runs/demo")
+
+
+def test_the_engine_without_a_gpu_is_the_server_of_millpond_sglang() -> None:
+    (role, *flags), env = given(services(ENV)["engine-cpu"], Path())
+    config = parse(ServeConfig, flags, env, "millpond sglang")
+    assert role == "sglang"
+    assert (str(config.hf_checkpoint), config.host, config.install) == ("/data/model", "0.0.0.0", False)
+    assert f":{config.port}" in services(ENV)["generator-sglang-cpu"].env["MILLPOND_ENGINE_URL"]
 
 
 def test_several_gpus_are_ranks_of_the_same_command() -> None:
@@ -298,16 +310,17 @@ def test_the_redis_that_is_deployed_is_one_that_millpond_takes(where: str, tmp_p
 
 
 class Deployed(Stage):
-    """Services of the cpu profile, with the test's folders in the place of /data and /runs."""
+    """Services of a cpu profile, with the test's folders in the place of /data and /runs, and a free port."""
 
-    def __init__(self, folder: Path, env: dict[str, str]) -> None:
+    def __init__(self, folder: Path, env: dict[str, str], port: str = "30000") -> None:
         super().__init__(folder)
-        self.env = env
+        self.env, self.port = env, port
 
     def here(self, text: str) -> str:
         password = self.env["REDIS_PASSWORD"]
         text = text.replace(f"redis://:{password}@redis:6379", f"unix://:{password}@{self.folder}/redis.sock")
-        return here(text, self.folder)
+        text = text.replace("http://engine-cpu:30000", f"http://127.0.0.1:{self.port}")
+        return here(self.port if text == "30000" else text, self.folder)
 
     def service(self, name: str, **changed: str) -> Started:
         one = services({**self.env, **changed})[name]

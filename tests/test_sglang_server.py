@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -22,8 +23,9 @@ import numpy as np
 import pytest
 import torch
 from make import train_config
-from processes import PATIENT, Stage, Started, audited, contiguous, eventually, family, steps
+from processes import PATIENT, Stage, Started, audited, contiguous, eventually, family, own_code, steps
 from rig import Rig
+from test_deploy import ENV, SMALL, Deployed, redis_service
 from test_sglang_wire import BODIES
 
 from pipeline.errors import UsageError
@@ -32,7 +34,7 @@ from producers.catch_up import CatchUp
 from producers.engines.base import Completion, Request, Sampling
 from producers.engines.sglang import SGLangEngine
 from producers.engines.sglang_pool import Servers
-from producers.sglang_cpu.serve import ServeConfig, environment
+from producers.sglang_cpu.serve import ServeConfig, complete, environment
 from trainer import demo_model
 from trainer.backends.echo import EchoBackend
 from trainer.backends.hf import CausalModel
@@ -70,16 +72,9 @@ class Server:
             MILLPOND_ENGINE_API_KEY=KEY,
             MILLPOND_SGLANG_VENV=str(VENV),
         )
-        eventually(lambda: started.process.poll() is not None or self.answers(), "a server", READY)
+        eventually(lambda: started.process.poll() is not None or answers(f"{self.url}/health"), "a server", READY)
         assert started.process.poll() is None, started.said()[-5000:]
         return started
-
-    def answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=30) as reply:
-                return bool(reply.status == 200)
-        except (OSError, urllib.error.URLError):
-            return False
 
     def kill(self) -> None:
         """With its children; a server is a family of processes."""
@@ -87,8 +82,8 @@ class Server:
             os.kill(pid, signal.SIGKILL)
         self.process.process.wait()
 
-    def engine(self, key: str = KEY, mode: str = "retract") -> SGLangEngine:
-        return SGLangEngine(self.models[0], Servers((self.url,), key=key), mode, 60.0)
+    def engine(self, key: str = KEY, mode: str = "retract", router: str | None = None) -> SGLangEngine:
+        return SGLangEngine(self.models[0], Servers((self.url,), router, key), mode, 60.0)
 
     def policy(self, version: int) -> Policy:
         return Policy(version, str(self.models[version % 4]), "hf", "digest", 0, time.time())
@@ -97,6 +92,14 @@ class Server:
 def edited(path: Path, **changes: Any) -> None:
     """What ends an answer is each request's to say, and some answers here are long."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=30) as reply:
+            return bool(reply.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
 
 
 def free_port() -> int:
@@ -108,7 +111,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def installed() -> None:
-    if not (VENV / "complete").exists():
+    if not complete(VENV):
         why = f"there is no SGLang in {VENV}: `millpond sglang --install` makes it"
         (pytest.fail if "MILLPOND_CI" in os.environ else pytest.skip)(why)
 
@@ -266,6 +269,65 @@ def test_who_comes_late_serves_nothing_before_it_has_the_current_weights(server:
     assert np.abs(by_transformers(server.models[3], request(2, 8), done) - done.logprobs).max() < 1e-4
 
 
+@pytest.fixture
+def router(server: Server) -> Iterator[str]:
+    """SGLang's own, before the one server. It looks for a GPU first, hence the server's environment."""
+    url, metrics = f"http://127.0.0.1:{free_port()}", free_port()
+    where = ("--worker-urls", server.url, "--host", "127.0.0.1", "--port", url.rpartition(":")[2])
+    process = subprocess.Popen(
+        [VENV / "bin" / "sglang-router", "launch", *where, "--prometheus-port", str(metrics), "--api-key", KEY],
+        env=environment(ServeConfig()),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        eventually(lambda: process.poll() is not None or answers(f"{url}/readiness"), "a router", READY)
+        assert process.poll() is None
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_requests_go_through_sglangs_router_and_weights_past_it(server: Server, router: str) -> None:
+    """In flight through an update; a request that is aborted; log-probabilities as without the router."""
+    asked = request(2, 12)
+
+    async def go() -> tuple[list[Completion], Completion, Completion]:
+        engine = await opened(server.engine(router=router), server.policy(8))
+        try:
+            running = [asyncio.create_task(engine.generate(request(n, 200))) for n in range(16)]
+            await asyncio.sleep(0.3)
+            await engine.load(server.policy(9))
+            across = [*await asyncio.gather(*running)]
+            long = asyncio.create_task(engine.generate(request(1, 400)))
+            await asyncio.sleep(0.3)
+            await engine.abort(request(1, 400).rid)
+            return across, await long, await engine.generate(asked)
+        finally:
+            await engine.close()
+
+    across, aborted, after = do(go())
+    spans = [[span.version for span in one.versions] for one in across]
+    assert [len(one.tokens) for one in across] == [200] * 16
+    assert [8, 9] in spans
+    assert all(found in ([8], [9], [8, 9]) for found in spans)
+    assert aborted.finish == "abort"
+    assert {span.version for span in after.versions} == {9}
+    assert np.abs(by_transformers(server.models[1], asked, after) - after.logprobs).max() < 1e-4
+
+
+def test_a_generator_is_measured_beside_the_bare_server_and_no_update_loses_a_request(server: Server) -> None:
+    with Stage(server.folder) as stage:
+        where = ("--engine-url", server.url, "--hf-checkpoint", server.models[0])
+        bench = stage.millpond("bench", "sglang", "--quick", "--json", *where, MILLPOND_ENGINE_API_KEY=KEY)
+        bench.ends(0, seconds=200)
+        figures = json.loads(bench.said())["sglang"]
+    assert figures["lost"]["value"] == 0
+    assert figures["across"]["value"] > 0
+    assert figures["millpond_over_bare"]["value"] > 0
+
+
 def run_of(stage: Stage, server: Server, out: Path, *more: object) -> Started:
     return stage.millpond(
         *("run", "--out", out, "--engine", "sglang", "--engine-url", server.url),
@@ -314,6 +376,29 @@ def test_a_run_whose_weights_come_over_a_process_group(server: Server, tmp_path:
     assert len(re.findall("version \\d+ went to 1 engines", said)) >= 4, said
 
 
+def test_several_turns_of_a_sample_go_to_a_real_server(server: Server, tmp_path: Path) -> None:
+    """The example, with its prompts: a turn's prompt is what was sampled and observed before it, id by id, so that the
+    trainer finds the log-probabilities that the server had."""
+    root, out = Path(__file__).parents[1], tmp_path / "run"
+    game = tmp_path / "game"
+    subprocess.run([sys.executable, "-m", "examples.guessing_game", game, "0"], cwd=root, check=True)
+    with Stage(tmp_path) as stage:
+        run = stage.millpond(
+            *("run", "--config", root / "examples" / "guessing_game.toml", "--out", out, "--engine", "sglang"),
+            *("--engine-url", server.url, "--hf-checkpoint", game / "model", "--num-rollout", "3", "--device", "cpu"),
+            *("--prompt-data", game / "prompts.jsonl", "--rollout-batch-size", "8", "--global-batch-size", "64"),
+            *PATIENT,
+            **own_code(tmp_path, "") | {"PYTHONPATH": str(root), "MILLPOND_ENGINE_API_KEY": KEY},
+        )
+        run.ends(0, seconds=240)
+        places = audited(stage, out)
+    lines = steps(out)
+    assert contiguous(lines) == 3
+    assert places["committed"] == 3 * 8
+    assert max(line["rollout/response_len/max"] for line in lines) == 4
+    assert max(line["train/train_rollout_logprob_abs_diff"] for line in lines) < 0.5
+
+
 def test_a_run_outlives_its_server_and_goes_on_with_the_next(server: Server, tmp_path: Path) -> None:
     out = tmp_path / "run"
     rows = tmp_path / "rows.jsonl"
@@ -330,6 +415,20 @@ def test_a_run_outlives_its_server_and_goes_on_with_the_next(server: Server, tmp
         places = audited(stage, out)
     assert places == {**dict.fromkeys(places, 0), "committed": 320}
     assert contiguous(steps(out)) == 40
+
+
+@pytest.mark.slow
+def test_the_profile_with_a_server_without_a_gpu_runs(installed: None, tmp_path: Path) -> None:
+    """`docker compose --profile sglang-cpu --profile demo up`, as plain processes."""
+    env = {**ENV, **SMALL, "MILLPOND_NUM_ROLLOUT": "8", "MILLPOND_SGLANG_VENV": str(VENV)}
+    with redis_service(tmp_path, env["REDIS_PASSWORD"]), Deployed(tmp_path, env, str(free_port())) as stage:
+        stage.demo()
+        engine = stage.service("engine-cpu")
+        url = f"http://127.0.0.1:{stage.port}/model_info"
+        eventually(lambda: engine.process.poll() is not None or answers(url), "a server", READY)
+        run = [stage.service(name) for name in ("trainer", "feeder", "generator-sglang-cpu")]
+        assert [process.wait(300) for process in run] == [0, 0, 0]
+    assert contiguous(steps(tmp_path / "runs" / "demo")) == 8
 
 
 def test_the_servers_own_classes_take_every_body(installed: None) -> None:

@@ -18,6 +18,7 @@ from pipeline.errors import UsageError
 from pipeline.flags import parse
 
 HERE = Path(__file__).parent
+PINS = HERE / "pins.txt"
 VERSION = "0.5.23"
 TORCH = "2.13.0"
 
@@ -39,13 +40,13 @@ def main(argv: list[str]) -> int:
     config = parse(ServeConfig, argv, os.environ, "millpond sglang")
     venv = config.sglang_venv.expanduser()
     python = venv / "bin" / "python"
-    if config.install and not (venv / "complete").exists():
+    if config.install and not complete(venv):
         install(venv, python)
     if config.hf_checkpoint is None:
         if config.install:
             return 0
         raise UsageError("which model? Give --hf-checkpoint DIR")
-    if not (venv / "complete").exists():
+    if not complete(venv):
         raise UsageError(f"there is no SGLang in {venv}: `millpond sglang --install` makes it (2.6 GB, some minutes)")
     if not (config.hf_checkpoint / "config.json").is_file():
         raise UsageError(f"--hf-checkpoint {config.hf_checkpoint}: no folder with a Hugging Face model")
@@ -64,12 +65,18 @@ def install(venv: Path, python: Path) -> None:
     for command in (
         [sys.executable, "-m", "venv", str(venv)],
         [*pip, f"torch=={TORCH}"],
-        [*pip, "--no-deps", "-r", str(HERE / "pins.txt")],
+        [*pip, "--no-deps", "-r", str(PINS)],
     ):
         done = subprocess.run(command, check=False)
         if done.returncode:
             raise UsageError(f"`{' '.join(command)}` failed with code {done.returncode}")
-    (venv / "complete").touch()
+    (venv / "complete").write_text(PINS.read_text())
+
+
+def complete(venv: Path) -> bool:
+    """Whether all packages are there, as they are pinned today."""
+    marker = venv / "complete"
+    return marker.is_file() and marker.read_text() == PINS.read_text()
 
 
 def arguments(config: ServeConfig) -> list[str]:
@@ -79,6 +86,7 @@ def arguments(config: ServeConfig) -> list[str]:
         *("--model-path", str(config.hf_checkpoint), "--host", config.host, "--port", str(config.port)),
         *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
         *("--dtype", "float32", "--disable-overlap-schedule", "--max-total-tokens", str(config.max_total_tokens)),
+        "--sleep-on-idle",  # or it takes a whole processor for doing nothing
     ]
 
 
