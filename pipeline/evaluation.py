@@ -110,6 +110,12 @@ def names(config: EvalSets) -> list[str]:
     return shlex.split(config.eval_prompt_data or "")[::2]
 
 
+def metrics(config: Any) -> list[str]:
+    """Of which one checkpoint can be the best."""
+    rates = [f"-pass@{1 << n}" for n in range(config.n_samples_per_eval_prompt.bit_length())]
+    return [f"eval/{name}{end}" for name in names(config) for end in ("", *rates)]
+
+
 Rule = tuple[bool, str, tuple[str, ...]]
 
 
@@ -151,6 +157,10 @@ def refused(config: Any) -> Iterator[str]:
         yield (
             f"--save-best {config.save_best} keeps the checkpoint that was evaluated: --eval-interval {every} must be "
             f"a multiple of --save-interval {config.save_interval}"
+        )
+    elif config.save_best is not None and config.eval_function_path is None and config.save_best not in metrics(config):
+        yield (
+            f"--save-best {config.save_best} is no metric of these evaluations; there are {', '.join(metrics(config))}"
         )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.errors import MillpondError, RunExists, UsageError
+from pipeline.evaluation import sets
 from pipeline.flags import dump, parse
 from pipeline.join import RUNS
 from pipeline.keys import Keys
@@ -42,6 +43,8 @@ def resolve(argv: Sequence[str]) -> RunConfig:
     _name(name, config)
     if config.resume and folder and not config.redis_url and not (folder / "redis").is_dir():
         raise UsageError(f"--resume: the run in {folder} is in a Redis of yours: give the same --redis-url again")
+    if config.eval_prompt_data is not None:
+        sets(config.eval_prompt_data)
     folder = folder or RUNS / name
     if not demo:
         _complete(config)

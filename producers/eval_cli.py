@@ -56,7 +56,8 @@ def main(argv: list[str]) -> int:
     meant = _meant(Path(word)) if word else Meant()
     if word and meant == Meant():
         flags = ["--hf-checkpoint", word, *flags]
-    config = parse(EvalConfig, [*_of_run(meant.run, flags), *flags], os.environ, "millpond eval")
+    preset = str(meant.run / "config") if meant.run else None
+    config = parse(EvalConfig, [*_aside(meant.run, flags), *flags], os.environ, "millpond eval", preset)
     check(config)
     if config.eval_prompt_data is None and config.eval_function_path is None:
         raise UsageError("nothing to evaluate on: give --eval-prompt-data NAME PATH")
@@ -87,13 +88,11 @@ def _meant(path: Path) -> Meant:
     return Meant()
 
 
-def _of_run(run: Path | None, flags: Sequence[str]) -> list[str]:
-    """Flags that stand for the run's configuration. Its engines are left alone: they would be given other weights."""
+def _aside(run: Path | None, flags: Sequence[str]) -> list[str]:
+    """Flags that leave a run's engines alone, unless they are named: they would be given other weights."""
     if run is None:
         return []
-    own = [] if "--config" in flags else ["--config", str(run / "config.toml")]
-    if settings(run).get("engine") == "sglang" and "--engine" not in flags:
-        own += ["--engine", "local"]
+    own = ["--engine", "local"] if settings(run).get("engine") == "sglang" and "--engine" not in flags else []
     named = [flag for flag in ("--engine-url", "--engine-router-url", "--eval-engine-url") if flag not in flags]
     return [*own, *(f"{flag}=" for flag in named), "--no-eval-shared-engines"]
 

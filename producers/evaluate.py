@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import Agreed, EvalWork, Rewards
-from pipeline.errors import EngineError, RequestRefused, UsageError
+from pipeline.errors import EngineError, MillpondError, RequestRefused, UsageError
 from pipeline.evals import Ask
 from pipeline.evaluation import sets
 from pipeline.metrics import Values
@@ -36,21 +36,28 @@ PAUSES = (0.0, 1.0, 5.0, 15.0)
 
 
 async def evaluate(ask: Ask, config: EvalWork, rules: Agreed) -> Values:
-    """Metrics by name; TimeoutError after `ask.seconds`. Of the run's `rules` hold the seed and how prompts are
+    """Metrics by name; MillpondError where it takes too long. Of the run's `rules` hold the seed and how prompts are
     rendered."""
     began = time.monotonic()
-    async with asyncio.timeout(ask.seconds):
-        if config.eval_function_path is not None:
-            files = sets(config.eval_prompt_data) if config.eval_prompt_data else {}
-            found = await eval_function.call(config.eval_function_path, ask, files)
-        else:
-            found = await _on_sets(ask, config, rules)
+    try:
+        async with asyncio.timeout(ask.seconds) as deadline:
+            if config.eval_function_path is not None:
+                files = sets(config.eval_prompt_data) if config.eval_prompt_data else {}
+                found = await eval_function.call(config.eval_function_path, ask, files)
+            else:
+                found = await _on_sets(ask, config, rules)
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        raise MillpondError(f"not done in {ask.seconds:.0f} s (--eval-timeout)") from None
     return {**found, "eval/weight_version": ask.version, "eval/seconds": time.monotonic() - began}
 
 
 async def _on_sets(ask: Ask, config: EvalWork, rules: Agreed) -> Values:
-    data = open_sets(config)
-    reward = reward_of(config)
+    data, reward = open_sets(config), reward_of(config)
+    if config.eval_engine_url is not None:
+        more = {"engine": "sglang", "engine_url": config.eval_engine_url, "engine_router_url": None}
+        config = config.model_copy(update=more)
     rules = rules.model_copy(update={"n_samples_per_prompt": ask.samples, "rollout_max_prompt_len": None})
     own = config.custom_generate_function_path
     play = custom_generate.load(own) if own else custom_generate.ONCE
@@ -89,9 +96,6 @@ def reward_of(config: EvalWork) -> Rewards:
 @asynccontextmanager
 async def _engine(ask: Ask, config: EvalWork, rules: Agreed) -> AsyncIterator[tuple[Engine, Tokenizer]]:
     """An engine that serves just that version."""
-    if config.eval_engine_url is not None:
-        more = {"engine": "sglang", "engine_url": config.eval_engine_url, "engine_router_url": None}
-        config = config.model_copy(update=more)
     engine, tokenizer = engines.build(config, rules.pause_generation_mode)
     try:
         await engine.start()
@@ -109,6 +113,7 @@ class Crew:
     version: int
     most: int
     "groups at once"
+    pauses: tuple[float, ...] = PAUSES
 
     async def all(self, dataset: Dataset) -> list[Answers]:
         """In the rows' order, without those that have no room in the engine."""
@@ -134,7 +139,7 @@ class Crew:
 
     async def _made(self, prompt: Prompt) -> Group:
         trouble: Exception | None = None
-        for pause in (None, *PAUSES):
+        for pause in (None, *self.pauses):
             if pause is not None:
                 log.warning("prompt %d is made again: %s", prompt.id, trouble)
                 await asyncio.sleep(pause)
