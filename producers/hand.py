@@ -36,6 +36,7 @@ class Hand(Member):
         self.horse: Horse | None = None
         self.leaves_after: float | None = None
         "seconds without a job"
+        self.grace = GRACE
         self.since = 0.0
         "monotonic time since when it does a job; 0: it does none"
         self.idle = time.monotonic()
@@ -123,7 +124,7 @@ class Hand(Member):
                 raise TimeoutError(f"not done in {job.timeout:g} s")
             if self.broker.stop.is_set():
                 stopped = stopped or time.monotonic()
-                if time.monotonic() - stopped >= GRACE:
+                if time.monotonic() - stopped >= self.grace:
                     self._put_down()
                     raise Stopped("asked to stop")
             if not self.beat(job, execution):
