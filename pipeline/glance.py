@@ -55,6 +55,7 @@ def look(broker: Broker, save_interval: int | None = None) -> Overview:
             _reasons(raw["counters"]),
         ),
         jobs=raw["jobs"],
+        evals=map_of(state.get("evals")),
     )
 
 

@@ -27,6 +27,13 @@ ROWS = 24
 "Generators that the timeline shows; the busiest."
 CELLS = 300
 AGE = "rollout/fully_async/staleness/count_"
+LENGTH = "/response_len/mean"
+ENDS = ("eval/failed", "eval/missing", "eval/skipped")
+BESIDE = (
+    *("-truncated_ratio", "/samples", "/unscored", "/refused_prompts", "eval/weight_version", "eval/seconds", *ENDS),
+    *(f"/response_len/{name}" for name in ("mean", "min", "max", "median")),
+)
+"Ends of names in evals.jsonl that are no scores."
 LOST = ("rollout/dynamic_filter/drop_", "rollout/dead/", "rollout/recycled/")
 
 STYLE = """
@@ -62,9 +69,10 @@ class Told:
     def keys(self, *starts: str) -> list[str]:
         return sorted({key for line in self.steps for key in line if key.startswith(starts)}, key=_by_number)
 
-    def scores(self) -> dict[str, list[Point]]:
-        """Evaluations by name, by step."""
-        names = sorted({key for line in self.evals for key in line if _is_number(line[key])} - {"step", "time"})
+    def scores(self, ending: str = "") -> dict[str, list[Point]]:
+        """What evaluations say, by name and step: the scores, or of each set what has this ending."""
+        keys = {key for line in self.evals for key in line if key.startswith("eval/") and _is_number(line[key])}
+        names = sorted(key for key in keys if (key.endswith(ending) if ending else not key.endswith(BESIDE)))
         return {name: sorted((x["step"], x[name]) for x in self.evals if _is_number(x.get(name))) for name in names}
 
 
@@ -150,6 +158,9 @@ def _facts(told: Told) -> str:
         "last step": f"{when}, {show.ago(last['time'] - began)} after the start",
         "reward": f"{reward[0][1]:.3f} at first, {reward[-1][1]:.3f} at last" if reward else "-",
     }
+    if told.evals:
+        ends = {end[5:]: n for end in ENDS if (n := sum(end in line for line in told.evals))}
+        facts["evaluations"] = f"{len(told.evals)}" + (f" ({show.counts(ends)})" if ends else "")
     rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in facts.items())
     return f"<table>{rows}</table>"
 
@@ -160,6 +171,8 @@ def _sections(told: Told) -> Iterator[tuple[str, str, bool]]:
     yield "Reward, mean of a step", chart.curves({"reward": told.points("rollout/raw_reward")}), False
     if scores := told.scores():
         yield "Evaluation, at the step it belongs to", chart.curves(scores), False
+    if sizes := told.scores(LENGTH):
+        yield "Evaluation: response length, mean tokens", _from_zero(sizes), False
     yield "Staleness: groups trained on, by age in versions", _stack(told, told.keys(AGE), AGE), False
     yield "Groups left in the queue", _from_zero({"groups": told.points(queue)}), False
     names = [*told.keys(*LOST)]

@@ -141,7 +141,18 @@ def flow(view: Overview, behind: int | None) -> Iterator[tuple[str, str]]:
     yield "room", "?" if caps.room is None else f"{max(0, caps.room)}{_of(caps.bound)} groups may be leased ({limit})"
     for jobs in view.jobs:
         yield jobs.name, f"{jobs.waiting} wait, {jobs.running} run, {jobs.failed} failed; workers: {jobs.workers}"
+    if view.evals:
+        yield "evaluated", evaluated(view.evals)
     yield "open", f"{q.open}{_of(caps.open)} groups pushed and not committed"
+
+
+def evaluated(told: dict[str, Any]) -> str:
+    """How many evaluations have ended, how many of them badly, and which are in flight."""
+    ends = {name: n for name in ("failed", "missing", "skipped") if isinstance(n := told.get(name), int)}
+    steps = told.get("in_flight")
+    flying = ", ".join(map(str, steps)) if isinstance(steps, list) else ""
+    bad = f" ({show.counts(ends)})" if ends else ""
+    return f"{told.get('ended', 0)}{bad}" + (f"; in flight: step {show.clean(flying)}" if flying else "")
 
 
 def _of(limit: int | None, form: Any = str) -> str:

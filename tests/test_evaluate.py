@@ -23,8 +23,10 @@ from safetensors.numpy import save_file
 from pipeline.broker import Broker
 from pipeline.config import WorkerConfig
 from pipeline.errors import Stopped
+from pipeline.glance import look
 from pipeline.jobs import EVAL, Jobs
 from pipeline.join import Place
+from pipeline.status import evaluated
 from producers.engines.echo import EchoEngine
 from producers.worker import Crew
 from trainer import checkpoint
@@ -177,8 +179,9 @@ def test_one_that_fails_is_told_at_its_step_and_training_ends_well(
         last.result()
     assert bare(lines(tmp_path)) == {2: {"eval/failed": 1}, 4: {"eval/a": 0.5}, 6: {"eval/a": 1}}
     assert "the evaluation of step 2 (version 3) has failed: failed: RuntimeError: the judge is out" in caplog.text
-    told = json.loads(real.raw.hget(real.keys["state"], "evals") or b"")
+    told = look(real.feeder()).evals
     assert told == {"in_flight": [], "ended": 3, "failed": 1}
+    assert evaluated({**told, "in_flight": [8]}) == "3 (failed 1); in flight: step 8"
     assert not [*real.raw.scan_iter("rq:job:*" + real.keys.job_tag + "*")]
 
 

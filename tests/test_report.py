@@ -119,6 +119,25 @@ def test_what_people_look_at_is_there(tmp_path: Path) -> None:
     assert re.findall(r"</i>(\d+)", ages[1]) == ["0", "2", "10"]
 
 
+def test_evaluations_stand_at_their_steps_and_what_is_no_score_is_no_curve(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    numbers = {"eval/a": 0.5, "eval/a-pass@2": 0.75, "eval/a-truncated_ratio": 0.25, "eval/a/samples": 8}
+    numbers |= {
+        "eval/a/response_len/mean": 5,
+        "eval/a/response_len/max": 9,
+        "eval/weight_version": 3,
+        "eval/seconds": 1,
+    }
+    late = [{"step": 3, "eval/failed": 1}, {"step": 2, **numbers}, {"step": 0, **numbers, "eval/a": 0.125}]
+    (run / "evals.jsonl").write_text("".join(json.dumps({"time": 1_700_000_999, **x}) + "\n" for x in late))
+    told = report.read(run)
+    assert told.scores() == {"eval/a": [(0, 0.125), (2, 0.5)], "eval/a-pass@2": [(0, 0.75), (2, 0.75)]}
+    text = written(run)
+    assert "Evaluation: response length" in text
+    assert re.search("evaluations</td><td>3 \\(failed 1\\)", text)
+    assert "weight_version</span>" not in text
+
+
 TORN = ('{"step": 4, "ti', "garbage\n", "[1]\n", '{"step": "x", "time": 1}\n', '{"step": NaN, "time": 1}\n')
 
 
