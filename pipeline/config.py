@@ -15,6 +15,7 @@ from pipeline.algorithms import Algorithm, Optimizing
 from pipeline.evaluation import EvalEngine, EvalSets, Evaluation
 from pipeline.fitting import Fitting
 from pipeline.lora import Lora
+from pipeline.parallel import Parallel
 from pipeline.recording import Recording
 from pipeline.refused import Refused
 from pipeline.sections import Data, Fraction, JsonMap, Positive, PositiveFloat, Rewards, Section, Tracking, option
@@ -107,7 +108,9 @@ class Training(Optimizing, Algorithm, Fitting, Lora):
 
     num_rollout: Positive | None = option(None, "training steps; the smaller of steps and epochs ends the run")
     global_batch_size: Positive | None = option(None, "samples in an optimizer step (default: the whole batch)")
-    train_backend: Literal["torch", "echo"] = option("torch", "torch, or echo: trains nothing, for tests")
+    train_backend: Literal["torch", "megatron", "echo"] = option(
+        "torch", "torch: any model; megatron: Llama and Qwen, by tensors and layers; echo: trains nothing, for tests"
+    )
     echo_train_seconds: float = option(0.0, "echo: seconds a training step takes", ge=0)
     seed: int = option(1234, "seed of the trainer", ge=0)
     save_interval: int = option(20, "steps between checkpoints; 0: none, groups are committed when published", ge=0)
@@ -161,7 +164,18 @@ class WorkerConfig(GenerateConfig, EvalWork):
 
 
 class TrainConfig(
-    Connection, Rollout, Async, Rewards, Training, Evaluation, Recording, Transport, Tracking, Refused, Takeover
+    Connection,
+    Rollout,
+    Async,
+    Rewards,
+    Training,
+    Evaluation,
+    Recording,
+    Parallel,
+    Transport,
+    Tracking,
+    Refused,
+    Takeover,
 ):
     """Trains on finished groups and publishes the weights. Writes down what all workers must agree on."""
 
@@ -188,6 +202,7 @@ class RunConfig(
     Evaluation,
     EvalEngine,
     Recording,
+    Parallel,
     Transport,
     Tracking,
     Refused,

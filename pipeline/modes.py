@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline import algorithms, evaluation, fitting, lora, recording, refused, scoring, tracking, transport
+from pipeline import algorithms, evaluation, fitting, lora, parallel, recording, refused, scoring, tracking, transport
 from pipeline.code import digest
 from pipeline.config import Agreed, Engines, Rollout, RunConfig, Section, TrainConfig
 from pipeline.errors import UsageError
@@ -71,7 +71,7 @@ def check(config: Section) -> list[str]:
 
 def idle(config: Section) -> dict[str, str]:
     """Fields that do nothing in the mode of `config`, each with why. Setting one is an error."""
-    themes = (tracking, transport, scoring, fitting, lora, evaluation)
+    themes = (tracking, transport, scoring, fitting, lora, parallel, evaluation)
     rules = [rule for theme in themes for rule in theme.idle(config)]
     if isinstance(config, TrainConfig | RunConfig):
         rules += _idle_training(config)
@@ -147,8 +147,8 @@ def _training(config: Trained) -> Iterator[str]:
             f"--global-batch-size {config.global_batch_size} is more than the {samples} samples of a step "
             f"(--rollout-batch-size {config.rollout_batch_size} x --n-samples-per-prompt {config.n_samples_per_prompt})"
         )
-    yield from (*algorithms.refused(config), *transport.refused(config), *lora.refused(config))
-    yield from evaluation.refused(config)
+    for theme in (algorithms, transport, lora, parallel, evaluation):
+        yield from theme.refused(config)
     yield from algorithms.refused_decay(config, config.num_rollout)
     if config.num_rollout is None and config.num_epoch is None:
         yield "no end: give the training steps with --num-rollout, or passes over the prompts with --num-epoch"

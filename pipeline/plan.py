@@ -109,7 +109,7 @@ def _complete(config: RunConfig) -> None:
         raise UsageError("--hf-checkpoint is given and --prompt-data is not: a file of prompts is needed, or a --task")
     if config.prompt_data is not None:
         parts(config.prompt_data)
-    needed = config.engine != "echo" or config.train_backend == "torch"
+    needed = config.engine != "echo" or config.train_backend != "echo"
     if config.hf_checkpoint is None and needed:
         data = "--task" if config.prompt_data is None else "--prompt-data"
         raise UsageError(

@@ -77,7 +77,7 @@ def test_none_and_nothing_unset_what_may_be_unset(tmp_path: Path) -> None:
         (["--lr", "--resume"], "--lr needs a value; where it starts with -, write --lr=VALUE"),
         (["--resume=maybe"], "--resume/--no-resume takes no value, and has 'maybe'"),
         (["--max-weight-staleness", "x"], "--max-weight-staleness 'x': must be a valid integer, or none"),
-        (["--train-backend", "jax"], "--train-backend 'jax': must be 'torch' or 'echo'"),
+        (["--train-backend", "jax"], "--train-backend 'jax': must be 'torch', 'megatron' or 'echo'"),
         (["--seed", "x", "--lr", "y"], "--seed 'x': must be a valid integer\n--lr 'y': must be a valid number"),
         (["--config", "/no/such.toml"], "--config /no/such.toml: No such file or directory"),
         (["--config", "/"], "--config /: Is a directory"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pipeline.config import TrainConfig
 from pipeline.errors import UsageError
+from pipeline.parallel import refuse_world
 from trainer.backends.base import Backend
 
 if TYPE_CHECKING:
@@ -22,6 +24,18 @@ def _torch(config: TrainConfig, tis: bool) -> tuple[Backend, Ranks | None]:
     return TorchBackend(config, tis, ranks), ranks
 
 
+def _megatron(config: TrainConfig, tis: bool) -> tuple[Backend, Ranks | None]:
+    from trainer.backends.torch import device_of
+
+    refuse_world(config, int(os.environ.get("WORLD_SIZE", "1")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kernels that are not installed; none is used
+        from trainer.backends.megatron import MegatronBackend
+        from trainer.backends.megatron_mesh import meet
+    mesh = meet(config, device_of(config))
+    return MegatronBackend(config, tis, mesh), mesh.ranks
+
+
 def _echo(config: TrainConfig, tis: bool) -> tuple[Backend, Ranks | None]:
     from trainer.backends.echo import EchoBackend
 
@@ -30,12 +44,16 @@ def _echo(config: TrainConfig, tis: bool) -> tuple[Backend, Ranks | None]:
     return EchoBackend(config.echo_train_seconds), None
 
 
-BUILDERS: dict[str, Callable[[TrainConfig, bool], tuple[Backend, Ranks | None]]] = {"torch": _torch, "echo": _echo}
+BUILDERS: dict[str, Callable[[TrainConfig, bool], tuple[Backend, Ranks | None]]] = {
+    "torch": _torch,
+    "megatron": _megatron,
+    "echo": _echo,
+}
 
 
 def build(config: TrainConfig, tis: bool) -> Backend:
-    """For the one process, or rank 0 of several. `tis` is config.use_tis decided: by now it may not be None. The torch
-    backend needs config.hf_checkpoint."""
+    """For the one process, or rank 0 of several. `tis` is config.use_tis decided: by now it may not be None. All but
+    echo need config.hf_checkpoint."""
     own, ranks = BUILDERS[config.train_backend](config, tis)
     if ranks is None or ranks.world == 1:
         return own
