@@ -113,7 +113,7 @@ async def _serve(link: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=link)
     said = await _read(reader)
     desk = _desk(said)
-    setup(f"worker-{said['kind']}-{os.getpid()}", desk.folder)
+    setup(f"worker-{said['kind']}", desk.folder)  # one file for all: many may be killed
     try:
         async with JOBS[said["kind"]].ready(desk) as function:
             writer.write(pack({"ready": os.getpid()}))

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
@@ -63,7 +64,8 @@ class ByWorker:
         self._waiting: dict[str, asyncio.Future[Outcome]] = {}
         self._over: list[str] = []
         "ids of jobs that nobody waits for any more"
-        self._threads = ThreadPoolExecutor(2, "jobs")
+        self._writes, self._reads = ThreadPoolExecutor(1, "jobs"), ThreadPoolExecutor(1, "jobs")
+        "one after the other: nothing is forgotten before it is put"
         self._reading: asyncio.Task[None] | None = None
         self._said = float("-inf")
 
@@ -79,8 +81,9 @@ class ByWorker:
             await asyncio.gather(self._reading, return_exceptions=True)
         over = [*self._over, *self._waiting]
         with contextlib.suppress(RedisError):
-            await self._call(lambda: self.jobs.forget(over))
-        self._threads.shutdown(wait=False)
+            await self._call(self._writes, partial(self.jobs.forget, over))
+        for threads in (self._writes, self._reads):
+            threads.shutdown(wait=False)
         self.jobs.close()
 
     async def _score(self, inputs: Sequence[RewardInput]) -> list[float | None]:
@@ -95,25 +98,32 @@ class ByWorker:
 
     async def _outcome(self, arguments: dict[str, Any]) -> Outcome:
         name, end = uuid.uuid4().hex, time.monotonic() + self.patience
-        while True:
-            try:
-                id = await self._call(lambda: self.jobs.put(REWARD, name, arguments, self.seconds, self.patience))
-                break
-            except RedisError as error:
-                if not passing(error):
-                    raise told(error) from None
-                if time.monotonic() > end:
-                    return Outcome("lost", why=f"Redis takes no job ({error})")
-            await asyncio.sleep(AWAY)
-        waiting = self._waiting[id] = asyncio.get_running_loop().create_future()
-        self._read()
+        id = self.jobs.id(REWARD, name)
         try:
+            if why := await self._put(name, arguments, end):
+                return Outcome("lost", why=why)
+            waiting = self._waiting[id] = asyncio.get_running_loop().create_future()
+            self._read()
             return await asyncio.wait_for(waiting, max(0.0, end - time.monotonic()) + self.seconds + LATER)
         except TimeoutError:
             return Outcome("lost", why=f"no worker has scored it in {self.patience:g} s (--rm-patience)")
         finally:
-            self._over.append(id)
             self._waiting.pop(id, None)
+            self._over.append(id)
+
+    async def _put(self, name: str, arguments: dict[str, Any], end: float) -> str:
+        """Why it could not be put before `end`; empty where it could."""
+        while True:
+            try:
+                put = partial(self.jobs.put, REWARD, name, arguments, self.seconds, self.patience)
+                await self._call(self._writes, put)
+                return ""
+            except RedisError as error:
+                if not passing(error):
+                    raise told(error) from None
+                if time.monotonic() > end:
+                    return f"Redis takes no job ({error})"
+            await asyncio.sleep(AWAY)
 
     def _read(self) -> None:
         """Sees to it that results are read."""
@@ -130,15 +140,14 @@ class ByWorker:
 
     async def _results(self) -> None:
         while self._waiting or self._over:
-            over, self._over = self._over, []
+            over, ids = list(self._over), list(self._waiting)
             try:
-                await self._call(lambda over=over: self.jobs.forget(over))  # type: ignore[misc]
-                ids = list(self._waiting)
-                ended = await self._call(lambda ids=ids: self.jobs.ended(ids, POLL))  # type: ignore[misc]
+                await self._call(self._writes, partial(self.jobs.forget, over))
+                del self._over[: len(over)]
+                ended = await self._call(self._reads, partial(self.jobs.ended, ids, POLL))
             except RedisError as error:
                 if not passing(error):
                     raise told(error) from None
-                self._over += over
                 await asyncio.sleep(AWAY)
                 continue
             for id, outcome in ended.items():
@@ -146,8 +155,8 @@ class ByWorker:
                     self._waiting[id].set_result(outcome)
             await asyncio.sleep(0)
 
-    async def _call(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def _call(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def _tell(self, count: int, why: str) -> None:
         self.unscored += count
