@@ -115,7 +115,9 @@ class Training(Optimizing, Algorithm, Fitting, Lora):
     seed: int = option(1234, "seed of the trainer", ge=0)
     save_interval: int = option(20, "steps between checkpoints; 0: none, groups are committed when published", ge=0)
     save_keep: Positive = option(2, "checkpoints kept")
-    load: Path | None = option(None, "checkpoint to start from (default with --resume: the run's newest)")
+    load: Path | None = option(
+        None, "a new run: weights to begin with, a model's folder or a checkpoint; --resume: a checkpoint to go back to"
+    )
     drop_last: bool = option(False, "do not train on the last batch if it is smaller than the others")
     distributed_timeout_minutes: PositiveFloat = option(10.0, "under torchrun: minutes one exchange may take")
     starve_timeout: PositiveFloat = option(600.0, "seconds without a group before the run ends")

@@ -96,6 +96,7 @@ def _idle_training(config: Trained) -> list[tuple[bool, str, tuple[str, ...]]]:
         (config.train_backend != "echo", "it belongs to --train-backend echo", ("echo_train_seconds",)),
         (config.train_backend == "echo", "--train-backend echo trains nothing", LEARNING),
         (config.save_interval == 0, "--save-interval 0 saves no checkpoints", ("save_keep",)),
+        (config.train_backend == "echo" and not config.resume, "--train-backend echo has no weights", ("load",)),
         (not config.apply_chat_template, "--apply-chat-template is off", ("apply_chat_template_kwargs",)),
         (config.num_epoch is None, "without --num-epoch the data has no last batch", ("drop_last",)),
     ]
@@ -161,11 +162,6 @@ def _going_on(config: Trained) -> Iterator[str]:
             f"{flag('resume' if config.resume else 'auto_resume')} needs checkpoints, and with --save-interval 0 there "
             "are none: groups count as trained when their weights are published. Start a new run, from the last "
             "weights if you like (--hf-checkpoint)"
-        )
-    if config.load is not None and not goes_on:
-        yield (
-            f"--load {config.load}: a checkpoint says which prompts were trained on, so it belongs to its run; add "
-            "--resume to go on from it, or start a new run from a weights folder with --hf-checkpoint"
         )
     if config.take_over and config.wait:
         yield "--take-over goes ahead at once and --wait waits for the other trainer; use one"

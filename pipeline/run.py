@@ -122,8 +122,9 @@ class Supervisor:
         def train(restarts: int) -> list[str]:
             """Its own dead trainer it replaces at once, and one whose Redis was in this folder is dead."""
             own = restarts > 0 or (self.server is not None and self.config.resume)
+            again = "--auto-resume" if self.config.load and not self.config.resume else "--resume"
             back = ["--load", str(self.config.load)] if self.config.load and not self._has_gone_on() else []
-            return ["train", "--config", path, *(["--resume", "--take-over"] if own else first), *back]
+            return ["train", "--config", path, *([again, "--take-over"] if own else first), *back]
 
         logs = self.folder / "logs"
 

@@ -20,7 +20,7 @@ from pipeline.errors import UsageError
 from pipeline.ledger import Ledger, set_bit
 from pipeline.replies import Standing
 from trainer.backends.base import Backend
-from trainer.weights import clean, newest_version, versions
+from trainer.weights import clean, versions
 from trainer.workshop import Workshop
 
 BEST = "best"
@@ -69,8 +69,8 @@ def ledger_of(standing: Standing, trained: Ledger) -> Ledger:
 
 def newest(root: Path) -> Path | None:
     """The newest complete checkpoint."""
-    step = newest_version(root)
-    return root / f"{step:08d}" if step else None
+    found = versions(root)
+    return found[max(found)] if found else None
 
 
 def read(folder: Path) -> Checkpoint:

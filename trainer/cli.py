@@ -27,6 +27,7 @@ from trainer import backends
 from trainer.backends.base import Backend
 from trainer.evaluate import Evaluations
 from trainer.loop import Loop
+from trainer.origin import weights_in
 from trainer.report import Reporter
 from trainer.start import begin
 from trainer.trackers import Trackers
@@ -41,6 +42,8 @@ def main(argv: list[str]) -> int:
     selection = resolve_rollout(config)
     if backends.rank() > 0:
         return _follow(config, selection.tis)
+    if config.load and not config.resume:
+        weights_in(config.load)  # a mistake is told before anything is spent
     place = join(config)
     folder = place.folder or RUNS / place.run
     setup("trainer", folder)

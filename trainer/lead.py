@@ -44,6 +44,9 @@ class Leader:
     def load(self, folder: Path) -> None:
         self._all("load", folder, self.own.load)
 
+    def load_weights(self, folder: Path) -> None:
+        self._all("load_weights", folder, self.own.load_weights)
+
     def close(self) -> None:
         self.ranks.tell({"do": "close"})
         self.own.close()
@@ -66,7 +69,7 @@ def follow(backend: Backend, ranks: Ranks) -> None:
             at = command["at"] and At(**command["at"])
             backend.train([decode(m) for m in msgpack.unpackb(payload)], command["step"], at)
         else:
-            {"save_weights": backend.save_weights, "save": backend.save, "load": backend.load}[verb](
-                Path(command["folder"])
-            )
+            by_folder = {"save_weights": backend.save_weights, "load_weights": backend.load_weights}
+            by_folder |= {"save": backend.save, "load": backend.load}
+            by_folder[verb](Path(command["folder"]))
     return None

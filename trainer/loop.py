@@ -47,7 +47,7 @@ class Loop:
     evals: Evaluations | None = None
 
     def __post_init__(self) -> None:
-        self.saved = self.now.step
+        self.saved = -1 if self.now.fresh else self.now.step
 
     def run(self) -> None:
         """To the end of steps or data, whichever comes first; what was trained is in a checkpoint at any end but a
@@ -56,6 +56,8 @@ class Loop:
             self.evals.begin(self.now.step)
             self._mark_best()
         policy = self.publish(self.now.version)
+        if self.now.fresh:  # whatever comes, it goes on from these weights
+            self.save()
         self.broker.renew(status="running", why="")
         try:
             self._evaluate(policy)

@@ -17,6 +17,7 @@ from pipeline.ledger import Ledger
 from pipeline.modes import agreed
 from trainer import checkpoint
 from trainer.backends.base import Backend
+from trainer.origin import weights_in
 from trainer.weights import newest_version
 from trainer.workshop import Workshop, claim, last_epoch, owner
 
@@ -32,6 +33,8 @@ class Beginning:
     version: int
     "to publish the first weights under"
     lineage: tuple[tuple[int, int], ...]
+    fresh: bool = False
+    "its weights came by --load, and no checkpoint has them yet"
 
 
 def begin(config: TrainConfig, broker: TrainerBroker, backend: Backend, folder: Path) -> Beginning:
@@ -55,15 +58,18 @@ def begin(config: TrainConfig, broker: TrainerBroker, backend: Backend, folder: 
         later = checkpoint.give_up(Workshop(folder / "checkpoints", broker.epoch), found.step)
         if later:
             log.warning("checkpoints after step %d are given up, and renamed: %s", found.step, ", ".join(later))
+    elif config.load:
+        backend.load_weights(weights_in(config.load))
     broker.configure(agreed(config).model_dump_json())
     missing = broker.restore(found.ledger if found else Ledger())
     heard = broker.worker_versions() | {broker.version(), newest_version(folder / "weights")}
     version = 1 + max(*heard, found.version if found else 0)
+    fresh = config.load is not None and not found
     if not (found or known):
-        return Beginning(0, version, ())
+        return Beginning(0, version, (), fresh)
     step, restored = (found.step, found.version) if found else (0, 1)
     log.info("resumed at step %d; %d prompts are fed again; weights get version %d", step, missing, version)
-    return Beginning(step, version, (*_lineage(broker, found), (version, restored)))
+    return Beginning(step, version, (*_lineage(broker, found), (version, restored)), fresh)
 
 
 def _refuse(config: TrainConfig, broker: TrainerBroker, folder: Path, state: dict[str, str]) -> None:
@@ -93,7 +99,9 @@ def _refuse(config: TrainConfig, broker: TrainerBroker, folder: Path, state: dic
 
 
 def _load(config: TrainConfig, folder: Path) -> checkpoint.Checkpoint | None:
-    path = config.load or (checkpoint.newest(folder / "checkpoints") if config.goes_on else None)
+    """None: the run begins, with the weights of --load if that is given."""
+    back = config.load if config.resume else None
+    path = back or (checkpoint.newest(folder / "checkpoints") if config.goes_on else None)
     return checkpoint.read(path) if path else None
 
 

@@ -58,4 +58,9 @@ class Backend(Protocol):
         """What `save` wrote; the next step is then the one that would have followed. Errors: WeightsError."""
         ...
 
+    def load_weights(self, folder: Path) -> None:
+        """Weights alone, for a new run: of what `save` wrote, or in the Hugging Face layout. Errors: UsageError and
+        WeightsError."""
+        ...
+
     def close(self) -> None: ...

@@ -44,5 +44,8 @@ class EchoBackend:
         except (OSError, ValueError, KeyError) as error:
             raise WeightsError(f"{folder / STATE}: no state of the echo backend: {error}") from error
 
+    def load_weights(self, folder: Path) -> None:
+        """There are none."""
+
     def close(self) -> None:
         pass

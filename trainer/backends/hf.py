@@ -17,7 +17,7 @@ from pipeline.errors import UsageError
 from pipeline.rendezvous import Piece
 from trainer import outline
 from trainer.backends import lora
-from trainer.backends.sharded import layers, named, shard
+from trainer.backends.sharded import fill, layers, named, shard
 
 EMPTY = torch.empty(0)
 
@@ -75,6 +75,19 @@ class CausalModel:
         """What training changes, by name."""
         return lora.own(self.module) if self.form.adapters else named(self.module)
 
+    def take(self, folder: Path) -> None:
+        """The weights of another model of the same make. Errors: UsageError."""
+        _, other, _ = _load(folder, "--load")
+        found = dict(named(other))
+        for name, tensor in named(self.module):
+            if name not in found or found[name].shape != tensor.shape:
+                shape = list(found[name].shape) if name in found else "missing"
+                raise UsageError(
+                    f"--load {folder}: another make of model than --hf-checkpoint {self._folder}: {name} is {shape}, "
+                    f"and must be {list(tensor.shape)}"
+                )
+            fill(tensor, found[name])
+
     def save(self, folder: Path, lead: bool = True) -> None:
         """In the checkpoint's own dtype, adapters merged, a file at a time; tokenizer files go along. Where the model
         is spread all ranks take part, and the lead writes."""
@@ -112,19 +125,19 @@ class CausalModel:
         return (inputs[0].flatten(0, 1).index_select(0, self._positions).unsqueeze(0),)
 
 
-def _load(folder: Path | None) -> tuple[Path, Any, torch.dtype]:
+def _load(folder: Path | None, flag: str = "--hf-checkpoint") -> tuple[Path, Any, torch.dtype]:
     """Folder, model in float32, and the dtype its checkpoint has."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging as chatter
 
     if folder is None or not (folder / "config.json").is_file():
-        raise UsageError(f"--hf-checkpoint {folder}: no folder with a Hugging Face model (it has no config.json)")
+        raise UsageError(f"{flag} {folder}: no folder with a Hugging Face model (it has no config.json)")
     chatter.disable_progress_bar()
     try:
         dtype = AutoConfig.from_pretrained(folder, local_files_only=True).dtype
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise UsageError(f"--hf-checkpoint {folder}: {error}") from error
+        raise UsageError(f"{flag} {folder}: {error}") from error
     # Saving refuses generation configs that loading took, so the checkpoint's own file is copied instead.
     model.generation_config = GenerationConfig()
     return folder, model.eval(), dtype or torch.float32

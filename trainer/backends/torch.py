@@ -67,6 +67,19 @@ class TorchBackend:
 
     def load(self, folder: Path) -> None:
         """The optimizer's settings stay those of this configuration."""
+        saved = self._restored(folder)
+        self._optimizer.restore(saved)
+        torch.set_rng_state(saved.tensor("rng", torch.get_rng_state()))
+
+    def load_weights(self, folder: Path) -> None:
+        if (folder / "state.json").is_file():
+            self._restored(folder)
+        elif self._form.adapters:
+            raise UsageError(f"--load {folder}: adapters are trained on a model as it is; give it as --hf-checkpoint")
+        else:
+            self._model.take(folder)
+
+    def _restored(self, folder: Path) -> state.Saved:
         saved = state.Saved(folder)
         if (before := saved.facts.get("lora")) != (now := _facts(self._form)):
             raise WeightsError(
@@ -74,8 +87,7 @@ class TorchBackend:
             )
         for name, tensor in self._model.state():
             sharded.fill(tensor, saved.tensor(f"model.{name}", tensor))
-        self._optimizer.restore(saved)
-        torch.set_rng_state(saved.tensor("rng", torch.get_rng_state()))
+        return saved
 
     def close(self) -> None:
         self._ranks.part()
