@@ -12,6 +12,10 @@ import pytest
 import torch
 from megatron_script import job
 from safetensors.torch import load_file
+from trainer_groups import random_groups
+
+from pipeline.config import TrainConfig
+from trainer import backends
 
 TESTS = Path(__file__).parent
 
@@ -95,3 +99,23 @@ def test_one_process_makes_the_steps_of_the_torch_backend(tmp_path: Path, name: 
     job(rules, str(tmp_path / "torch"))
     job({**rules, "train_backend": "megatron"}, str(tmp_path / "megatron"))
     same(tmp_path / "torch", tmp_path / "megatron")
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+@pytest.mark.parametrize("kind", ["a model's folder", "a checkpoint"])
+def test_a_new_run_may_begin_with_other_weights(tmp_path: Path, kind: str) -> None:
+    rules = {"train_backend": "megatron", "device": "cpu", "adam_eps": 1.0, "lr": 0.1}
+
+    def steps(name: str, seed: int, load: Path | None = None) -> list[dict[str, float]]:
+        config = TrainConfig(hf_checkpoint=model(tmp_path / name, "qwen3", seed), **rules)
+        trained, _ = backends.BUILDERS["megatron"](config, True)
+        if load:
+            trained.load_weights(load)
+        (tmp_path / name / "state").mkdir(parents=True)
+        trained.save(tmp_path / name / "state")
+        found = [trained.train(random_groups(3, 4, seed=step), step) for step in range(2)]
+        trained.close()
+        return found
+
+    expected = steps("other", 1)
+    assert steps("mine", 0, tmp_path / ("other" if kind == "a model's folder" else "other/state")) == expected

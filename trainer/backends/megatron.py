@@ -61,6 +61,17 @@ class MegatronBackend:
         with on(self._mesh.device):
             megatron_state.load(folder, self._model, self._optimizer)
 
+    def load_weights(self, folder: Path) -> None:
+        with on(self._mesh.device):
+            if (folder / megatron_state.FILE).is_file():
+                megatron_state.load_model(folder, self._model)
+            else:
+                other = Weights(folder, megatron_config.read(folder, "--load"), self._mesh, "--load")
+                if other.shape != self._weights.shape:
+                    raise UsageError(f"--load {folder}: another make of model than --hf-checkpoint")
+                other.fill(self._model)
+            self._optimizer.begin_again()
+
     def close(self) -> None:
         self._mesh.close()
 

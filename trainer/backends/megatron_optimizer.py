@@ -54,6 +54,10 @@ class Optimizer:
         self._own.prepare_grads()
         return float(self._own.clip_grad_norm(self._config.clip_grad))
 
+    def begin_again(self) -> None:
+        """From weights that were put into the model since."""
+        self._own.reload_model_params()
+
     def update(self) -> None:
         """No decay on biases and norms."""
         for group in self._own.param_groups:

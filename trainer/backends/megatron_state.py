@@ -54,6 +54,19 @@ def save(folder: Path, model: PolicyModel, optimizer: Optimizer, lead: bool) -> 
 
 def load(folder: Path, model: PolicyModel, optimizer: Optimizer) -> None:
     """What `save` wrote, with any number of ranks. Collective. Errors: WeightsError."""
+    updates, tensors = _updates(folder), model.sharded_state_dict()
+    found = _read(folder, {"model": tensors, "optimizer": optimizer.sharded(tensors, loading=True)})
+    model.load_state_dict(found["model"])
+    optimizer.restore(found["optimizer"], updates)
+
+
+def load_model(folder: Path, model: PolicyModel) -> None:
+    """The model alone of what `save` wrote. Collective. Errors: WeightsError."""
+    _updates(folder)
+    model.load_state_dict(_read(folder, {"model": model.sharded_state_dict()})["model"])
+
+
+def _updates(folder: Path) -> int:
     try:
         facts = json.loads((folder / FILE).read_text())
         updates = int(facts["updates"])
@@ -61,11 +74,12 @@ def load(folder: Path, model: PolicyModel, optimizer: Optimizer) -> None:
         raise WeightsError(f"{folder}: no training state: {error}") from error
     if "megatron" not in facts:
         raise WeightsError(f"{folder}: a training state of --train-backend torch; go on with that")
-    tensors = model.sharded_state_dict()
-    wanted = {"model": tensors, "optimizer": optimizer.sharded(tensors, loading=True)}
+    return updates
+
+
+def _read(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     try:
-        found = dist_checkpointing.load(wanted, folder)
+        found: dict[str, Any] = dist_checkpointing.load(wanted, folder)
     except (CheckpointingException, CheckpointException, OSError, KeyError) as error:
         raise WeightsError(f"{folder}: not a training state of this model, or damaged: {error}") from error
-    model.load_state_dict(found["model"])
-    optimizer.restore(found["optimizer"], updates)
+    return found

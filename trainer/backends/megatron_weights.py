@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from trainer.backends.hf import COPIED, EMPTY
 from trainer.backends.megatron_mesh import Mesh
 from trainer.backends.megatron_model import PolicyModel
 from trainer.backends.megatron_names import EMBEDDING, HEAD, Entry, entries, joined, part, shape
-from trainer.outline import saved
+from trainer.outline import saved, write
 
 
 class Weights:
@@ -58,14 +57,12 @@ class Weights:
                 yield self._sent(entry, found[number].to(dtype) if found else None, dtype, size)
 
     def save(self, model: PolicyModel, folder: Path) -> None:
-        """In the checkpoint's own dtypes, in shards of at most 5 GB; its other files go along. Collective."""
-        tensors = {}
-        for piece, tensor in zip(self.outline, self.pieces(model), strict=True):
-            if self.mesh.ranks.lead:
-                tensors[piece.name] = tensor.cpu()
+        """In the checkpoint's own dtypes, a file at a time; its other files go along. Collective."""
         if not self.mesh.ranks.lead:
+            for _ in self.pieces(model):
+                pass
             return
-        save_torch_state_dict(tensors, folder, max_shard_size="5GB", metadata={"format": "pt"})
+        write(folder, self.outline, self.pieces(model))
         for path in (p for pattern in ("config.json", *COPIED) for p in self.folder.glob(pattern) if p.is_file()):
             shutil.copyfile(path, folder / path.name)
 
