@@ -23,6 +23,7 @@ COMMANDS: Commands = {
     "generate": ("producers.cli:generate", "generate and score answers; start as many as you like"),
     "worker": ("producers.worker:main", "do what must hold nobody up: evaluations, and rewards that may hang"),
     "train": ("trainer.cli:main", "train on finished groups and publish the weights"),
+    "replay": ("trainer.replay:main", "train on what a run has archived, without Redis and generators"),
     "status": ("pipeline.status:main", "what waits where, who works, how old and how fast"),
     "top": ("pipeline.top:main", "the same on the whole terminal, live; q leaves"),
     "why": ("pipeline.why:main", "why a run stands still, in one sentence, and what to do"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from pipeline import codec, show
+from pipeline import archive, codec, show
 from pipeline.broker import Broker
 from pipeline.errors import MessageError
 from pipeline.replies import policy_of
@@ -34,6 +35,22 @@ def groups(broker: Broker, limit: int) -> tuple[int, list[Entry]]:
     total, messages, weights = broker.patiently(ask)
     policy = policy_of(weights)
     return total, [group(message, policy) for message in messages]
+
+
+def archived(path: Path, limit: int) -> tuple[int, list[Entry]]:
+    """How many groups a file of an archive has, and the first `limit`; of a folder its steps, the newest first."""
+    if path.is_dir():
+        files = [path / archive.name_of(step) for step in reversed(archive.steps(path))]
+        return len(files), [_step(file) for file in files[:limit]]
+    record, messages = archive.read_raw(path)
+    policy = Policy(record.version, "", "hf", "", record.step, 0.0, record.lineage)
+    return len(messages), [group(message, policy) for message in messages[:limit]]
+
+
+def _step(file: Path) -> Entry:
+    record, messages = archive.read_raw(file)
+    told = {"step": record.step, "version": record.version, "lineage": record.lineage, "groups": len(messages)}
+    return {**told, "bytes": file.stat().st_size, "figures": record.figures, "options": record.options}
 
 
 def group(message: bytes, policy: Policy | None) -> Entry:

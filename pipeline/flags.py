@@ -34,6 +34,8 @@ PREFIX = "MILLPOND_"
 OTHER_VARIABLES = ("MILLPOND_CONFIG", "MILLPOND_REDIS_SERVER", "MILLPOND_SUPERVISED")
 "MILLPOND_* that are no fields"
 SECRET = frozenset({"redis_url", "engine_api_key", "rm_api_key", "wandb_key"})
+ONCE = frozenset({"out", "resume", "auto_resume", "take_over", "wait", "load"})
+"Fields that say how or where a start is made, and nothing of what the run is."
 PRESETS = Path(__file__).with_name("presets")
 
 log = logging.getLogger(__name__)
@@ -52,8 +54,12 @@ Layer = dict[str, Given]
 "By field name"
 
 
-def parse(model: type[S], argv: Sequence[str], environ: Mapping[str, str], prog: str, preset: str | None = None) -> S:
-    """`model` filled from all sources; `preset` names a file of pipeline/presets that goes before the model's defaults.
+Preset = str | Mapping[str, Any] | None
+"What goes before a model's defaults: the name of a file of pipeline/presets, or values by field"
+
+
+def parse(model: type[S], argv: Sequence[str], environ: Mapping[str, str], prog: str, preset: Preset = None) -> S:
+    """`model` filled from all sources.
 
     `model_fields_set` of the result holds what the user chose: a preset's values are not in it. Raises UsageError that
     names each mistake and its source; prints help and exits 0 after `--help`.
@@ -66,8 +72,7 @@ def parse(model: type[S], argv: Sequence[str], environ: Mapping[str, str], prog:
             **_from_environ(model, environ),
             **_from_flags(flags),
         }
-        base = _from_file(model, PRESETS / f"{preset}.toml") if preset else {}
-        result = _build(model, {**base, **chosen})
+        result = _build(model, {**_base(model, preset), **chosen})
     except UsageError as error:
         raise UsageError(mask(str(error))) from None
     result.model_fields_set.intersection_update(chosen)
@@ -76,6 +81,12 @@ def parse(model: type[S], argv: Sequence[str], environ: Mapping[str, str], prog:
 
 def arguments(model: type[S], argv: Sequence[str], prog: str) -> tuple[S, list[str]]:
     """Flags, environment and file as `model`; and the words that belong to no flag."""
+    flags, words = parted(model, argv)
+    return parse(model, flags, os.environ, prog), words
+
+
+def parted(model: type[Section], argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What belongs to flags, and the words that do not."""
     takes = {"--config", *(flag(name) for name, field in model.model_fields.items() if kinds(field) != [bool])}
     words: list[str] = []
     flags: list[str] = []
@@ -83,7 +94,7 @@ def arguments(model: type[S], argv: Sequence[str], prog: str) -> tuple[S, list[s
     for word in argv:
         (flags if word.startswith("-") or before in takes else words).append(word)
         before = "" if before in takes else word
-    return parse(model, flags, os.environ, prog), words
+    return flags, words
 
 
 def dump(config: Section, idle: Mapping[str, str] | None = None) -> str:
@@ -100,11 +111,22 @@ def dump(config: Section, idle: Mapping[str, str] | None = None) -> str:
 
 def digest(config: Section) -> str:
     """12 hex digits of the sha256 over all values but secrets; where a value came from does not count."""
-    values = config.model_dump(mode="json", exclude=set(SECRET))
+    values = plain(config)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def plain(config: Section) -> dict[str, Any]:
+    """All values as JSON has them, but secrets, and how this start came about."""
+    return config.model_dump(mode="json", exclude=set(SECRET | ONCE))
+
+
 # --- layers
+
+
+def _base(model: type[Section], preset: Preset) -> Layer:
+    if isinstance(preset, str):
+        return _from_file(model, PRESETS / f"{preset}.toml")
+    return {name: Given(value, f"{name} = {value!r}, as recorded") for name, value in (preset or {}).items()}
 
 
 def _known(model: type[Section]) -> list[str]:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipeline import show
 from pipeline.broker import Broker
 from pipeline.config import Positive, option
-from pipeline.entries import Entry, dead, errors, groups, prompts, quarantine
+from pipeline.entries import Entry, archived, dead, errors, groups, prompts, quarantine
 from pipeline.errors import UsageError
 from pipeline.find import Look, found
 from pipeline.flags import arguments
 
 
 class InspectLook(Look):
-    """Looks into a run: millpond inspect groups|prompts|dead|quarantine|errors [FOLDER or NAME]; consumes nothing."""
+    """Looks into a run: millpond inspect groups|prompts|dead|quarantine|errors [FOLDER or NAME], archive PATH; consumes
+    nothing."""
 
     limit: Positive = option(10, "entries to show")
     json_: bool = option(False, "one JSON document instead of text, with all texts and tokens")
@@ -41,9 +43,13 @@ class Kind:
 
 def main(argv: list[str]) -> int:
     options, words = arguments(InspectLook, argv, "millpond inspect")
+    if words[:1] == ["archive"]:
+        return _archive(options, words[1:])
     if not words or words[0] not in KINDS:
         got = f", not {words[0]!r}" if words else ""
-        raise UsageError(f"say what to inspect: {', '.join(KINDS)}{got}; then, if needed, a run's folder or name")
+        raise UsageError(
+            f"say what to inspect: {', '.join(KINDS)}, archive{got}; then, if needed, a run's folder or name"
+        )
     name, kind = words[0], KINDS[words[0]]
     with found(options, words[1:]) as run:
         total, entries = kind.read(run.broker, options.limit)
@@ -52,6 +58,21 @@ def main(argv: list[str]) -> int:
         else:
             show.line(f"run {run.run}: {len(entries)} of {total} {name}, {kind.order}")
             _report(kind, entries)
+    return 0
+
+
+def _archive(options: InspectLook, words: list[str]) -> int:
+    if len(words) != 1 or not Path(words[0]).exists():
+        raise UsageError("which archive? Give its folder, or one of its files: runs/NAME/archive/00000001.msgpack")
+    path = Path(words[0])
+    total, entries = archived(path, options.limit)
+    steps = path.is_dir()
+    if options.json_:
+        show.document({"archive": str(path), "total": total, "entries": entries})
+    else:
+        what = "steps, newest first" if steps else "groups, as they were trained on"
+        show.line(f"{path}: {len(entries)} of {total} {what}")
+        _report(STEPS if steps else KINDS["groups"], entries)
     return 0
 
 
@@ -137,3 +158,11 @@ KINDS = {
         below="trace",
     ),
 }
+
+STEPS = Kind(
+    lambda broker, limit: (0, []),
+    "newest first",
+    ("step", "version", "groups", "size"),
+    lambda e: (*_fields(e, "step", "version", "groups"), show.size(e["bytes"])),
+)
+"Files of an archive."

@@ -105,6 +105,7 @@ def rollout(groups: Sequence[Group]) -> Values:
         "rollout/unscored": len(samples) - len(rewards),
         **statistics("rollout/response_len", [response_len(sample) for sample in samples]),
         "rollout/truncated_ratio": fmean(sample.status == TRUNCATED for sample in samples),
+        "rollout/groups": len(groups),
         "rollout/zero_std/ratio": equal.total() / len(groups),
         **{f"rollout/zero_std/count_{reward}": count for reward, count in sorted(equal.items())},
     }

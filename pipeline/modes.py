@@ -71,7 +71,7 @@ def check(config: Section) -> list[str]:
 
 def idle(config: Section) -> dict[str, str]:
     """Fields that do nothing in the mode of `config`, each with why. Setting one is an error."""
-    themes = (tracking, transport, scoring, fitting, lora, parallel, evaluation)
+    themes = (tracking, transport, scoring, fitting, lora, parallel, evaluation, recording)
     rules = [rule for theme in themes for rule in theme.idle(config)]
     if isinstance(config, TrainConfig | RunConfig):
         rules += _idle_training(config)
@@ -93,7 +93,6 @@ def _idle_training(config: Trained) -> list[tuple[bool, str, tuple[str, ...]]]:
         (config.queue_capacity is not None, "--queue-capacity overrides it", ("async_data_buffer_capacity_factor",)),
         *algorithms.idle(config, resolve_rollout(config).tis),
         algorithms.idle_decay(config),
-        (config.train_backend != "echo", "it belongs to --train-backend echo", ("echo_train_seconds",)),
         (config.train_backend == "echo", "--train-backend echo trains nothing", LEARNING),
         (config.save_interval == 0, "--save-interval 0 saves no checkpoints", ("save_keep",)),
         (config.train_backend == "echo" and not config.resume, "--train-backend echo has no weights", ("load",)),
@@ -133,12 +132,16 @@ def _modes(config: Trained) -> Iterator[str]:
 
 
 def _engines(config: Engines) -> Iterator[str]:
-    if isinstance(config, RunConfig) and config.engine == "local" and config.train_backend == "echo":
+    if isinstance(config, RunConfig) and config.engine == "local" and _weightless(config):
         yield "--train-backend echo publishes no weights, and --engine local cannot sample without; use --engine echo"
     if config.engine == "sglang" and config.engine_url is None:
         yield "--engine sglang needs --engine-url: the servers it drives, such as http://localhost:30000"
     if config.engine == "sglang" and isinstance(config, RunConfig) and config.generators > 1:
         yield f"--generators {config.generators} would each load weights into the same engines; one drives them all"
+
+
+def _weightless(config: RunConfig) -> bool:
+    return config.train_backend == "echo" and not config.debug_rollout_only
 
 
 def _training(config: Trained) -> Iterator[str]:

@@ -1,8 +1,9 @@
-"""Runs that can be made again: deterministic ones. The options, and the rules of what goes together."""
+"""Runs that can be made again: recorded, and deterministic ones. The options, and the rules of what goes together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pipeline.sections import Section, option
@@ -14,13 +15,36 @@ THREADS = f"{MODE} with --torch-threads {{}}: threads add up in another order; u
 class Recording(Section):
     """Doing it again"""
 
+    archive: bool = option(False, "keep what each step trains on, for millpond replay")
+    archive_folder: Path | None = option(None, "where (default: archive in the run's folder)")
+    debug_rollout_only: bool = option(False, "generate and archive, train nothing: the weights stay as they are")
     deterministic_mode: bool = option(False, "two runs give the same figures to the digit: lock-step, one generator")
 
 
+def idle(config: Any) -> list[tuple[bool, str, tuple[str, ...]]]:
+    """Rules as `modes.idle` has them. Options of training are recorded where nothing is trained: a replay has them."""
+    if not isinstance(config, Recording):
+        return []
+    only: Any = config
+    paced = config.debug_rollout_only or only.train_backend == "echo"
+    return [
+        (not (config.archive or config.debug_rollout_only), "--archive is off", ("archive_folder",)),
+        (not paced, "it belongs to --train-backend echo and --debug-rollout-only", ("echo_train_seconds",)),
+    ]
+
+
 def refused(config: Any) -> Iterator[str]:
-    """A sentence for each thing that timing would decide."""
-    if not getattr(config, "deterministic_mode", False):
-        return
+    """A sentence for each thing that cannot work."""
+    if getattr(config, "debug_rollout_only", False) and config.update_weight_transport != "disk":
+        yield "--debug-rollout-only has no new weights to send: leave --update-weight-transport out"
+    if getattr(config, "debug_rollout_only", False) and config.load and not config.resume:
+        yield f"--debug-rollout-only publishes --hf-checkpoint as it is: give {config.load} there, and leave --load out"
+    if getattr(config, "deterministic_mode", False):
+        yield from _timing(config)
+
+
+def _timing(config: Any) -> Iterator[str]:
+    """What timing would decide."""
     if config.fully_async and config.max_weight_staleness != 0:
         yield (
             f"{MODE} with --fully-async: which weights sample a token depends on timing; use --no-fully-async, or "

@@ -36,6 +36,7 @@ from producers.tokens import ByteTokenizer
 from producers.work import Worker
 from trainer import cli
 from trainer.backends.echo import EchoBackend
+from trainer.keeper import keeper_of
 from trainer.loop import Loop
 from trainer.report import Reporter
 from trainer.start import begin
@@ -280,8 +281,8 @@ def loop_of(rig: Rig, folder: Path, backend: EchoBackend | None = None, **fields
     report = Reporter(folder / "metrics.jsonl", broker, now.step)
     selection = resolve_rollout(config)
     source = cli._drain(config, broker)
-    evals = cli._evaluations(config, broker, rig.url, report)
-    return Loop(config, broker, backend, folder, drain, source, report, selection.max_staleness, now, None, evals)
+    last = None, cli._evaluations(config, broker, rig.url, report), keeper_of(config, folder, broker.epoch, now.step)
+    return Loop(config, broker, backend, folder, drain, source, report, selection.max_staleness, now, *last)
 
 
 def run(loop: Loop) -> Loop:

@@ -15,6 +15,7 @@ from pipeline.modes import agreed as told
 from pipeline.modes import check
 from producers import waves
 from producers.engines.echo import EchoEngine
+from trainer.weights import digest
 
 LOCK_STEP = {"deterministic_mode": True, "max_weight_staleness": 0, "bound": 2, "in_flight": 2}
 
@@ -27,21 +28,29 @@ def figures(folder: Path) -> list[dict[str, float]]:
 # -- two runs
 
 
-def test_two_runs_of_the_default_job_give_the_same_figures_whatever_threads_the_environment_offers(
+def weights(folder: Path) -> str:
+    """Digest of the last."""
+    return digest(folder / "weights" / "00000004")
+
+
+def test_two_runs_of_the_default_job_and_a_replay_of_one_give_the_same_figures_whatever_threads_they_are_offered(
     tmp_path: Path,
 ) -> None:
     small = ("--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--num-rollout", "3")
+    run = ("run", "--deterministic-mode", "--no-fully-async", *small)
     with Stage(tmp_path) as stage:
         runs = [
-            stage.millpond("run", "--deterministic-mode", "--no-fully-async", "--out", n, *small, OMP_NUM_THREADS=t)
-            for n, t in (("a", "1"), ("b", "2"))
+            stage.millpond(*run, "--out", "a", "--archive"),
+            stage.millpond(*run, "--out", "b", OMP_NUM_THREADS="2"),
         ]
-        for run in runs:
-            run.ends(0, seconds=250)
-    first, second = figures(tmp_path / "a"), figures(tmp_path / "b")
+        for one in runs:
+            one.ends(0, seconds=250)
+        stage.millpond("replay", "a/archive", "--out", "c", OMP_NUM_THREADS="2").ends(0, seconds=120)
+    first, second, third = (figures(tmp_path / name) for name in "abc")
     assert len(first) == 3
     assert len({line["train/grad_norm"] for line in first}) == 3
-    assert first == second
+    assert first == second == third
+    assert weights(tmp_path / "a") == weights(tmp_path / "b") == weights(tmp_path / "c")
 
 
 # -- waves

@@ -78,6 +78,7 @@ def test_rollout_metrics_have_slimes_names() -> None:
     assert found == {
         "rollout/raw_reward": 0.375,
         "rollout/unscored": 0,
+        "rollout/groups": 2,
         "rollout/response_len/mean": 5,
         "rollout/response_len/min": 2,
         "rollout/response_len/max": 8,

@@ -510,7 +510,7 @@ def test_nothing_from_redis_is_obeyed_by_a_terminal(demo: Place, capsys: Capture
 
 
 def test_inspect_asks_for_a_kind(demo: Place) -> None:
-    with pytest.raises(UsageError, match="groups, prompts, dead, quarantine, errors, not 'group'"):
+    with pytest.raises(UsageError, match="groups, prompts, dead, quarantine, errors, archive, not 'group'"):
         inspect.main(["group", *flags(demo)])
 
 

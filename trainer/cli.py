@@ -26,6 +26,7 @@ from pipeline.types import Policy, Prompt
 from trainer import backends
 from trainer.backends.base import Backend
 from trainer.evaluate import Evaluations
+from trainer.keeper import keeper_of
 from trainer.loop import Loop
 from trainer.origin import weights_in
 from trainer.report import Reporter
@@ -64,9 +65,8 @@ def main(argv: list[str]) -> int:
         drain = _drain(config, broker)
         announce = _announce(config, broker, backend)
         evals = _evaluations(config, broker, place.url, report)
-        Loop(
-            config, broker, backend, folder, rollout, drain, report, selection.max_staleness, now, announce, evals
-        ).run()
+        last = announce, evals, keeper_of(config, folder, broker.epoch, now.step)
+        Loop(config, broker, backend, folder, rollout, drain, report, selection.max_staleness, now, *last).run()
     except (Fenced, RedisDown, Stopped, WorkerFailed, Starved):
         raise  # the run knows, or cannot be told
     except Exception as error:

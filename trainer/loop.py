@@ -21,6 +21,7 @@ from pipeline.types import Policy, Prompt
 from trainer import checkpoint, weights
 from trainer.backends.base import At, Backend
 from trainer.evaluate import Evaluations
+from trainer.keeper import Keeper
 from trainer.report import Reporter
 from trainer.start import Beginning
 from trainer.workshop import Workshop
@@ -45,9 +46,14 @@ class Loop:
     announce: Callable[[Policy, list[Prompt]], None] | None = None
     "what publishes in the broker's place"
     evals: Evaluations | None = None
+    keeper: Keeper | None = None
+    "where steps are archived"
 
     def __post_init__(self) -> None:
         self.saved = -1 if self.now.fresh else self.now.step
+        model = self.config.hf_checkpoint if self.config.debug_rollout_only else None
+        self.unchanged = (model, weights.digest(model)) if model else None
+        "weights that no step changes, which are published as they are; and their digest"
 
     def run(self) -> None:
         """To the end of steps or data, whichever comes first; what was trained is in a checkpoint at any end but a
@@ -85,14 +91,17 @@ class Loop:
         """One batch into the weights, and the weights out to everyone."""
         began = time.monotonic()
         exact = self.config.update_weights_interval == 1
-        figures = self.backend.train(batch.groups, self.now.step, At(self.now.version, self.now.lineage, exact))
+        at = At(self.now.version, self.now.lineage, exact)
+        figures = self.backend.train(batch.groups, self.now.step, at)
         trained = time.monotonic() - began
         self.now = replace(self.now, step=self.now.step + 1)
         self.report.count()
         policy = None
         if self.now.step % self.config.update_weights_interval == 0:
             policy = self.publish(self.now.version + 1)
-        self.report.step(self.now, batch, figures, trained)  # first: what a checkpoint contains must have its line
+        own = self.report.step(self.now, batch, figures, trained)  # first: what a checkpoint contains has its line
+        if self.keeper:
+            self.keeper.keep(self.now.step, batch.groups, at, own)
         self._evaluate(policy)
         if self._save_is_due() and not self.broker.ledger.taken:
             self.save()
@@ -125,7 +134,7 @@ class Loop:
     def publish(self, version: int) -> Policy:
         """Write aside, rename, then announce. Room opens for what these weights were trained on."""
         shop = Workshop(self.folder / "weights", self.broker.epoch)
-        path, digest = weights.save(self.backend, shop, version)
+        path, digest = self.unchanged or weights.save(self.backend, shop, version)
         where = str(path.resolve()) if digest else ""
         policy = Policy(version, where, "hf", digest, self.now.step, time.time(), self.now.lineage)
         self.policy = policy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 from consumers.drain import Batch
 from pipeline import metrics
@@ -32,18 +33,17 @@ class Reporter:
         """What befell prompts since the step before. Before new weights are out, in lock-step nothing befalls any."""
         self.before, self.counters = self.counters, self.broker.counters()
 
-    def step(self, now: Beginning, batch: Batch, figures: dict[str, float], trained: float) -> None:
-        """`trained` in seconds; the step runs from the end of the one before."""
+    def step(self, now: Beginning, batch: Batch, figures: dict[str, float], trained: float) -> dict[str, Any]:
+        """`trained` in seconds; the step runs from the end of the one before. Answers what does not follow from the
+        groups, nor from training."""
         began, self.since = self.since, time.monotonic()
-        values = {
-            **figures,
-            **metrics.rollout(batch.groups),
+        own = {
             **metrics.fully_async(batch.queue_size, batch.staleness, batch.counts),
             **metrics.counted(self.before, self.counters),
-            **metrics.perf(batch.groups, trained, batch.waited, self.since - began),
-            "rollout/groups": len(batch.groups),
             "train/weight_version": now.version,
         }
+        perf = metrics.perf(batch.groups, trained, batch.waited, self.since - began)
+        values = {**figures, **metrics.rollout(batch.groups), **own, **perf}
         self.file.write(now.step, values, self._workers())
         if self.trackers:
             self.trackers.look()
@@ -59,6 +59,7 @@ class Reporter:
             tokens_per_sec=values["perf/tokens_per_sec"],
         )
         log.info("step %s", shown)
+        return own
 
     def _workers(self) -> dict[str, list[float]]:
         keys, told = ("tokens_per_sec", "in_flight"), self.broker.worker_infos()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.archive import steps
 from pipeline.config import TrainConfig
 from pipeline.errors import RunExists, Stopped, UsageError
 from pipeline.fenced import TrainerBroker
@@ -17,6 +18,7 @@ from pipeline.ledger import Ledger
 from pipeline.modes import agreed
 from trainer import checkpoint
 from trainer.backends.base import Backend
+from trainer.keeper import archive_of
 from trainer.origin import weights_in
 from trainer.weights import newest_version
 from trainer.workshop import Workshop, claim, last_epoch, owner
@@ -51,7 +53,8 @@ def begin(config: TrainConfig, broker: TrainerBroker, backend: Backend, folder: 
             "--hf-checkpoint and a folder under weights/"
         )
     _take_over(config, broker, max(found.epoch if found else 0, last_epoch(folder)))
-    claim(folder, broker)
+    kept = archive_of(config, folder)
+    claim(folder, broker, *([kept] if kept else []))
     found = _load(config, folder)  # again: another trainer that was waited for may have saved
     if found:
         backend.load(found.folder / "model")
@@ -77,6 +80,11 @@ def _refuse(config: TrainConfig, broker: TrainerBroker, folder: Path, state: dic
     if (other := owner(folder)) not in (None, run):
         raise UsageError(
             f"{folder} is the folder of run {other}: give run {run} another --out, or go on with --run {other}"
+        )
+    kept = archive_of(config, folder)
+    if kept and ((other := owner(kept)) not in (None, run) or (steps(kept) and not config.goes_on)):
+        raise RunExists(
+            f"{kept} is the archive of {f'run {other}' if other else 'another run'}: --archive-folder names another"
         )
     if known and not config.goes_on:
         raise RunExists(

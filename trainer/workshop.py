@@ -74,9 +74,10 @@ def made(folder: Path, final: Path) -> Iterator[None]:
     _fsync(final.parent)
 
 
-def claim(folder: Path, broker: TrainerBroker) -> None:
-    """Opens the workshops of a trainer that has just taken the run over, and closes those of all before it."""
-    shops = [Workshop(root, broker.epoch) for root in _roots(folder)]
+def claim(folder: Path, broker: TrainerBroker, *more: Path) -> None:
+    """Opens the workshops of a trainer that has just taken the run over, and closes those of all before it; `more`:
+    folders of its own elsewhere."""
+    shops = [Workshop(root, broker.epoch) for root in dict.fromkeys((*_roots(folder), *more))]
     for shop in shops:
         shop.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         shop.folder.mkdir(mode=0o700)

@@ -51,10 +51,14 @@ BUILDERS: dict[str, Callable[[TrainConfig, bool], tuple[Backend, Ranks | None]]]
 }
 
 
+def _builder(config: TrainConfig) -> Callable[[TrainConfig, bool], tuple[Backend, Ranks | None]]:
+    return BUILDERS["echo" if config.debug_rollout_only else config.train_backend]
+
+
 def build(config: TrainConfig, tis: bool) -> Backend:
     """For the one process, or rank 0 of several. `tis` is config.use_tis decided: by now it may not be None. All but
     echo need config.hf_checkpoint."""
-    own, ranks = BUILDERS[config.train_backend](config, tis)
+    own, ranks = _builder(config)(config, tis)
     if ranks is None or ranks.world == 1:
         return own
     from trainer.lead import Leader
@@ -71,6 +75,6 @@ def follow(config: TrainConfig, tis: bool) -> None:
     """What every rank but 0 does: as rank 0 tells it, to the end."""
     from trainer import lead
 
-    own, ranks = BUILDERS[config.train_backend](config, tis)
+    own, ranks = _builder(config)(config, tis)
     if ranks is not None:  # a backend of one process has refused by now
         lead.follow(own, ranks)
