@@ -147,8 +147,9 @@ def test_a_whole_run_over_tls_with_a_user_of_few_rights_shows_its_password_nowhe
             env = {"MILLPOND_REDIS_URL": secure.url, "HF_TOKEN": TOKEN}
             data = prompts(tmp_path, 40)
             args = (*ECHO_RUN, *PACE, "--prompt-data", data, "--num-epoch", "1", "--save-interval", "3")
+            args += ("--rm-place", "worker")
             run = stage.millpond("run", "--out", out, *args, "--echo-train-seconds", "0.1", **env)
-            eventually(lambda: len(run.children()) == 3 and steps(out), "a run at work")
+            eventually(lambda: len(run.children()) == 4 and steps(out), "a run at work")
             assert b"pipeline.cli" in (seen := commands(run))
             assert not secure.shown_in(seen)
             said = run.ends(0)
@@ -165,6 +166,7 @@ def test_a_whole_run_over_tls_with_a_user_of_few_rights_shows_its_password_nowhe
     assert {stat.S_IMODE(p.stat().st_mode) for p in paths if p.is_file()} == {0o600}
     assert [p for p in paths if p.is_file() and secure.shown_in(p.read_bytes())] == []
     assert not secure.admin.keys("millpond:*")
+    assert not secure.admin.keys("rq:*run*")
 
 
 def test_the_documented_rights_are_no_more_than_a_run_needs(secure: Secure) -> None:
