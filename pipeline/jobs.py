@@ -91,7 +91,7 @@ class Jobs:
         from rq import Retry
 
         queue = self._queue(kind)
-        size = len(json.dumps(arguments, allow_nan=False))
+        size = len(json.dumps(arguments))
         if size > LARGEST:
             raise UsageError(f"job {kind.name} {name}: {size} bytes of arguments, {LARGEST} are allowed")
         id = self.id(kind, name)

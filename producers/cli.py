@@ -195,6 +195,10 @@ async def _rules(broker: WorkerBroker, config: GenerateConfig) -> Agreed | None:
 
 def same_code(rules: Agreed, config: GenerateConfig) -> None:
     """UsageError unless this worker has the functions, rewards and filters that the run was started with."""
+    if "rm_place" in config.model_fields_set and config.rm_place != rules.rm_place:
+        raise UsageError(
+            f"--rm-place is {config.rm_place} here, and {rules.rm_place} with the run's trainer, which decides"
+        )
     for name in CODE:
         mine = getattr(config, name)
         if (digest(mine) if mine else None) != rules.code.get(name):

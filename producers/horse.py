@@ -22,6 +22,7 @@ from typing import Any
 
 from pipeline.config import Agreed, WorkerConfig
 from pipeline.errors import MillpondError, UsageError
+from pipeline.flags import SECRET
 from pipeline.jobs import LARGEST
 from pipeline.log import setup
 from pipeline.tether import spawn
@@ -43,7 +44,7 @@ class Horse:
         with theirs:
             command = [sys.executable, "-m", "producers.horse", str(theirs.fileno())]
             self.process: subprocess.Popen[bytes] = spawn(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=sys.stderr
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=sys.stderr, env=_environment()
             )
         self.link = ours
         self.frames = Frames()
@@ -89,6 +90,12 @@ class Horse:
         except subprocess.TimeoutExpired:
             return "its process closed its link"
         return f"its process got {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
+
+
+def _environment() -> dict[str, str]:
+    """Without our passwords: what is graded may be dangerous."""
+    secret = {f"MILLPOND_{name.upper()}" for name in SECRET}
+    return {name: value for name, value in os.environ.items() if name not in secret}
 
 
 def _plain(desk: Desk) -> dict[str, Any]:

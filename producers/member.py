@@ -30,7 +30,7 @@ LIMIT = 20
 "Seconds without a sign of life after which a worker is dead and its job is another's."
 EVERY = 3.0
 "Seconds between signs."
-BLOCK = 1
+BLOCK = 2
 "Seconds that the one blocking pop waits."
 TIDY = 5
 "Seconds between looks for jobs of dead workers, by one worker of all."
@@ -81,9 +81,14 @@ class Member(BaseWorker):  # type: ignore[misc]
     def tidy(self) -> None:
         """What dead workers had, again or failed: RQ's own way of it, which a killed worker locks for 15 minutes."""
         if self.connection.set(f"rq:tidy:{self.queue.name}", self.name, nx=True, ex=TIDY):
-            clean_registries(self.queue)
-            worker_registration.clean_worker_registry(self.queue)
-            self.queue.intermediate_queue.cleanup(self, self.queue)
+            try:
+                clean_registries(self.queue)
+                worker_registration.clean_worker_registry(self.queue)
+                self.queue.intermediate_queue.cleanup(self, self.queue)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                log.error(
+                    "what dead workers had in %s cannot be read: somebody else wrote there: %s", self.queue, error
+                )
 
     def beat(self, job: Any, execution: Any) -> bool:
         """That the job is being done; False where nobody waits for it any more. In an outage nothing is said: the job

@@ -12,7 +12,9 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from pipeline.broker import Broker
@@ -32,7 +34,7 @@ from producers.jobs import JOBS, Desk
 
 log = logging.getLogger(__name__)
 
-LOOK = 0.5
+LOOK = 1.0
 "Seconds between looks whether the run is over, and whether answers hang."
 SLOW = 1.0
 "Seconds after which an answer counts as one that hangs, until it is scored."
@@ -53,8 +55,9 @@ def main(argv: list[str]) -> int:
     broker = verified(found, "jobs", config.redis_patience)
     try:
         rules = agreed(broker)
-        same_code(rules, config)
-        Crew(config, found, rules, broker).work()
+        if rules is not None:
+            same_code(rules, config)
+            Crew(config, found, rules, broker).work()
     except Exception as error:
         _tell(broker, error)
         raise
@@ -63,8 +66,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def agreed(broker: Broker) -> Agreed:
-    """What the trainer has written for all workers, waited for; Stopped, Starved."""
+def agreed(broker: Broker) -> Agreed | None:
+    """What the trainer has written for all workers, waited for; None when told to stop before there was anything."""
     began = said = time.monotonic()
     while True:
         text: Any = broker.patiently(lambda: broker.client.get(broker.keys["config"]))
@@ -72,7 +75,7 @@ def agreed(broker: Broker) -> Agreed:
             return Agreed.model_validate_json(text)
         now = time.monotonic()
         if broker.stop.wait(0.2):
-            raise Stopped("asked to stop before there was a trainer")
+            return None
         if now - began > broker.patience:
             raise Starved(f"run {broker.keys.run} has had no trainer for {now - began:.0f} s; start `millpond train`")
         if now - said > 30:
@@ -101,6 +104,7 @@ class Crew:
     rules: Agreed
     broker: Broker
     id: str = field(default_factory=new_worker_id)
+    numbers: Iterator[int] = field(default_factory=count)
     hands: dict[threading.Thread, Hand | None] = field(default_factory=dict)
     "None: it is starting"
     trouble: list[BaseException] = field(default_factory=list)
@@ -125,7 +129,7 @@ class Crew:
             raise self.trouble[0]
 
     def _start(self, kind: Kind, spare: bool = False) -> None:
-        name = f"{self.id}-{kind.queue}-{len(self.hands)}"
+        name = f"{self.id}-{kind.queue}-{next(self.numbers)}"
         thread = threading.Thread(target=self._run, args=(kind, name, spare), name=name)
         self.hands[thread] = None
         thread.start()
@@ -141,16 +145,17 @@ class Crew:
             hand.run()
         except Stopped:
             pass
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - `work` raises it
             self.trouble.append(error)
             self.broker.stop.set()
-            raise
         finally:
             broker.close()
 
     def _help(self) -> None:
         now = time.monotonic()
-        there = [hand for thread, hand in self.hands.items() if thread.is_alive() and (not hand or hand.kind is REWARD)]
+        for gone in [thread for thread in self.hands if not thread.is_alive()]:
+            del self.hands[gone]
+        there = [hand for hand in self.hands.values() if hand is None or hand.kind is REWARD]
         held = sum(hand is not None and 0 < hand.since < now - SLOW for hand in there)
         if held and self.broker.patiently(lambda: self.broker.client.exists(_waiting(self.broker.keys, REWARD))):
             most = self.config.rm_workers + self.config.rm_spares

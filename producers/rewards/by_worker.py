@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from redis.exceptions import RedisError
 
 from pipeline.config import Rewards
-from pipeline.errors import RewardError
+from pipeline.errors import RewardError, UsageError
 from pipeline.jobs import FAILED, REFUSED, REWARD, Jobs, Outcome
 from pipeline.outage import passing, told
 from producers.rewards.base import RewardInput, number, together
@@ -118,6 +118,10 @@ class ByWorker:
                 put = partial(self.jobs.put, REWARD, name, arguments, self.seconds, self.patience)
                 await self._call(self._writes, put)
                 return ""
+            except UsageError as error:  # too large
+                return str(error)
+            except (TypeError, ValueError) as error:
+                raise RewardError(f"--rm-place worker: what is to be scored is no JSON: {error}") from None
             except RedisError as error:
                 if not passing(error):
                     raise told(error) from None
