@@ -189,6 +189,10 @@ class Drain:
     def _patience(self) -> None:
         now = self.broker.clock()
         silent = now - self.heard
+        if silent >= min(self.rules.starve_timeout, self.rules.warn_after) and self.broker.held():
+            log.info("an evaluation has the engines: no group for %.0f s", silent)
+            self.heard = self.warned = now
+            return
         if silent >= self.rules.starve_timeout:
             raise Starved(f"no group for {silent:.0f} s (--starve-timeout): {missing(self.broker)}")
         if silent >= self.rules.warn_after and now - self.warned >= self.rules.warn_after:

@@ -107,6 +107,8 @@ def _alarm(view: Overview) -> Causes:
 def _paused(view: Overview) -> Causes:
     if view.paused:
         yield Cause("paused", "fault", "the run is paused, and nothing is leased", "HDEL `paused` in the key `state`")
+    if view.held:
+        yield Cause("evaluating", "work", "an evaluation has the engines, and nothing is leased until it has ended")
 
 
 def _config(view: Overview) -> Causes:

@@ -13,6 +13,9 @@ from pipeline.options import flag
 from pipeline.sections import Fraction, Positive, PositiveFloat, Section
 from pipeline.types import Policy
 
+HOLD = 60.0
+"Seconds after which shared engines are no longer held for an evaluation, unless its worker renews that."
+
 
 class Ask(Section):
     """An evaluation of one version"""

@@ -153,6 +153,11 @@ def refused(config: Any) -> Iterator[str]:
             f"--eval-interval {every}: only published weights are evaluated, and they are every "
             f"{config.update_weights_interval} steps (--update-weights-interval); give a multiple of that"
         )
+    if config.eval_shared_engines and config.eval_max_in_flight > 1:
+        yield (
+            f"--eval-max-in-flight {config.eval_max_in_flight} with --eval-shared-engines: they have the weights of "
+            "one evaluation at a time; use 1"
+        )
     if config.save_best is not None and (config.save_interval == 0 or every % config.save_interval):
         yield (
             f"--save-best {config.save_best} keeps the checkpoint that was evaluated: --eval-interval {every} must be "

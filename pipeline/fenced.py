@@ -110,6 +110,20 @@ class TrainerBroker(Fence):
         self.ledger.publish(ids)
         return self.durable()
 
+    def hold_engines(self, policy: Policy, seconds: float) -> None:
+        """The engines that an evaluation shares get these weights and no newer ones, and nothing is leased, until it
+        has ended. To be said before they are published."""
+        fields = ["version", policy.version, *fields_of(policy)]
+        self.patiently(lambda: self.fenced("hold", int(seconds * 1000), *fields))
+
+    def let_go(self, version: int) -> None:
+        """The evaluation of that version has ended."""
+        self.patiently(lambda: self.script("keep_hold", version, 0))
+
+    def held(self) -> bool:
+        """An evaluation has the engines."""
+        return bool(self.patiently(lambda: self.client.exists(self.keys["evals:hold"])))
+
     def commit(self, prompts: Sequence[Prompt]) -> list[int]:
         """A complete checkpoint contains these. Answers ids refused, which is an error of the history."""
         flat: list[Arg] = [x for p in prompts for x in (p.id, p.attempt)]

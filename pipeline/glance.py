@@ -55,6 +55,7 @@ def look(broker: Broker, save_interval: int | None = None) -> Overview:
             _reasons(raw["counters"]),
         ),
         jobs=raw["jobs"],
+        held=bool(raw["held"]),
         evals=map_of(state.get("evals")),
     )
 
@@ -83,6 +84,7 @@ def _counted(broker: Broker) -> dict[str, Any]:
         **{name: pipe.hgetall(keys[name]) for name in ("state", "counters", "weights", "workers:info")},
         **{name: pipe.get(keys[name]) for name in ("feed", "config")},
         "spare": pipe.hvals(keys["workers:spare"]),
+        "held": pipe.exists(keys["evals:hold"]),
         "fresh": pipe.xlen(keys["prompts"]),
         "retry": pipe.xlen(keys["prompts:retry"]),
         "fresh leased": pipe.xpending(keys["prompts"], GROUP),

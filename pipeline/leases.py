@@ -125,8 +125,11 @@ class WorkerBroker:
             raise MessageError("config", f"the key holds no settings of a run: {error}") from None
 
     async def policy(self) -> Policy | None:
+        """What is to be loaded: what is published, or an older version while an evaluation has the engines for it."""
         raw: Any = await self.patiently(lambda: self.client.hgetall(self.keys["weights"]))
-        return policy_of(raw)
+        held: Any = await self.patiently(lambda: self.client.hgetall(self.keys["evals:hold"]))
+        now, pinned = policy_of(raw), policy_of(held)
+        return pinned if now and pinned and pinned.version < now.version else now
 
     async def join(self, group: str, **said: Any) -> None:
         """What the trainer of that process group is told: `engines` that can take part, or how one fared."""

@@ -142,5 +142,7 @@ class Overview:
     workers: list[Worker]
     prompts: Prompts
     jobs: list[JobQueue] = field(default_factory=list)
+    held: bool = False
+    "an evaluation has the engines"
     evals: dict[str, Any] = field(default_factory=dict)
     "as the trainer tells of them: steps `in_flight`, how many `ended`, and of those how many without metrics, by how"

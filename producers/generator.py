@@ -92,6 +92,8 @@ class Generator:
         self.lived = self.lived or not leased.why
         if leased.why == "reaped":
             self._dead()
+        if leased.why == "evaluation":
+            await self._catch_up()  # which waits for its version on our engines
         if leased.leases and leased.version != self.engine.version:
             await self._catch_up()
         self._admit(leased)

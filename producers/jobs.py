@@ -17,9 +17,12 @@ from typing import Any
 from pipeline.config import Agreed, WorkerConfig
 from pipeline.evals import Ask, agree
 from pipeline.jobs import EVAL, REWARD
+from pipeline.keys import Keys
+from pipeline.leases import WorkerBroker
 from pipeline.metrics import Values
 from producers import rewards
 from producers.evaluate import evaluate
+from producers.holding import holding
 from producers.rewards.base import RewardInput
 
 
@@ -68,7 +71,14 @@ async def evaluation(desk: Desk) -> AsyncIterator[Function]:
     async def run(ask: dict[str, Any]) -> Values:
         asked = Ask(**ask)
         agree(asked, desk.config)
-        return await evaluate(asked, desk.config, desk.rules)
+        if not asked.shared:
+            return await evaluate(asked, desk.config, desk.rules)
+        broker = WorkerBroker(desk.url, Keys(desk.run), "evaluation", desk.config.redis_patience)
+        try:
+            async with holding(broker, asked.version):
+                return await evaluate(asked, desk.config, desk.rules)
+        finally:
+            await broker.close()
 
     yield run
 

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from pipeline.config import TrainConfig
 from pipeline.errors import Stopped
-from pipeline.evals import Ask, ask_of
+from pipeline.evals import HOLD, Ask, ask_of
 from pipeline.fenced import TrainerBroker
 from pipeline.jobs import EVAL, Jobs, Outcome
 from pipeline.metrics import Records
@@ -63,7 +63,9 @@ class Evaluations:
         for ask in read(self.folder):
             flight = self._flight(ask)
             if ask.step > step or ask.step in self.lines:
-                self._forget(self.jobs.id(EVAL, flight.name))
+                self._forget(flight)
+            elif ask.shared:
+                self._end(flight, "missing", "the engines that were held for it go on with other weights")
             elif ask.path and not Path(ask.path).is_dir():
                 self._end(flight, "missing", f"the weights are gone ({ask.path})")
             else:
@@ -77,20 +79,27 @@ class Evaluations:
         first = step == 0 and not self.config.skip_eval_before_train
         return (first or (step > 0 and step % (self.config.eval_interval or 1) == 0)) and not self._known(step)
 
+    def hold(self, policy: Policy) -> None:
+        """To be told of `policy` before it is published: where it is to be evaluated on shared engines, they get these
+        weights and no newer ones."""
+        if self.config.eval_shared_engines and self.due(policy.step):
+            self._make_room(policy)
+            if not self._full():
+                self.broker.hold_engines(policy, HOLD)
+
     def ask(self, policy: Policy, last: bool = False) -> None:
         """Has `policy`, which is published, evaluated if that is due, or the `last`, and there is room for one more."""
         if self._known(policy.step) or not (last or self.due(policy.step)):
             return
-        self.look()
-        if self._full() and (last or self.config.eval_overflow_policy == "backpressure"):
-            what = f"room for the evaluation of step {policy.step} (--eval-max-in-flight)"
-            self.wait(self._full, what, self.alone if last else float("inf"))
+        self._make_room(policy, last)
         if self.broker.stop.is_set():
             return  # whoever resumes asks
         flight = self._flight(ask_of(self.config, policy))
         if self._full():
             self._end(flight, "skipped", f"{len(self.flights)} are in flight (--eval-max-in-flight)")
             return
+        if flight.ask.shared:
+            self.broker.hold_engines(policy, HOLD)
         self.flights.append(flight)
         self._write()
         self.look()
@@ -157,6 +166,13 @@ class Evaluations:
     def _known(self, step: int) -> bool:
         return step in self.lines or step in self.steps
 
+    def _make_room(self, policy: Policy, last: bool = False) -> None:
+        """Waits for it where that is asked for."""
+        self.look()
+        if self._full() and (last or self.config.eval_overflow_policy == "backpressure"):
+            what = f"room for the evaluation of step {policy.step} (--eval-max-in-flight)"
+            self.wait(self._full, what, self.alone if last else float("inf"))
+
     def _full(self) -> bool:
         return len(self.flights) >= self.config.eval_max_in_flight
 
@@ -197,11 +213,14 @@ class Evaluations:
         if flight in self.flights:
             self.flights.remove(flight)
             self._write()
-        self._forget(flight.job)
+        if kind != "skipped":
+            self._forget(flight)
 
-    def _forget(self, job: str) -> None:
+    def _forget(self, flight: Flight) -> None:
+        if flight.ask.shared:
+            self.broker.let_go(flight.ask.version)
         try:
-            self.jobs.forget([job] if job else [])
+            self.jobs.forget([self.jobs.id(EVAL, flight.name)])
         except RedisError as error:
             self._tell(error)  # RQ deletes it in time
 

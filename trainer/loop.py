@@ -138,6 +138,8 @@ class Loop:
         where = str(path.resolve()) if digest else ""
         policy = Policy(version, where, "hf", digest, self.now.step, time.time(), self.now.lineage)
         self.policy = policy
+        if self.evals:
+            self.evals.hold(policy)
         trained = list(self.broker.ledger.taken.values())
         (self.announce or self.broker.publish)(policy, trained)
         self.now = replace(self.now, version=version)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pipeline.config import Engines
 from pipeline.errors import UsageError
+from pipeline.evaluation import EvalSets
 from producers.engines.base import Engine
 from producers.tokens import ByteTokenizer, HFTokenizer, Tokenizer
 
@@ -51,7 +52,9 @@ def _sglang(config: Engines, mode: Mode) -> tuple[Engine, Tokenizer]:
     from producers.engines.sglang_pool import Servers
 
     key = config.engine_api_key.get_secret_value() if config.engine_api_key else None
-    servers = Servers(_urls(config), config.engine_router_url, key, config.server_concurrency)
+    guest = isinstance(config, EvalSets) and config.eval_shared_engines
+    router = None if guest else config.engine_router_url
+    servers = Servers(_urls(config), router, key, config.server_concurrency, guest)
     return SGLangEngine(config.hf_checkpoint, servers, mode, config.engine_timeout), tokenizer
 
 

@@ -82,7 +82,7 @@ class Member:
         if info.status == 404 or (info.ok and "weight_version" not in info.fields):
             raise UsageError(f"{self.url}: no /model_info with a weight_version; SGLang 0.5.6 or later is needed")
         self._expect(info)
-        self.context_length = _window(await self.link.get("/v1/models", self._timing.reply))
+        self.context_length = window_of(await self.link.get("/v1/models", self._timing.reply))
         if window is not None and self.context_length is not None and self.context_length < window:
             raise UsageError(f"{self.url}: a context of {self.context_length} tokens, where the others have {window}")
         going_on = await self.link.post("/continue_generation", wire.resume(), self._timing.reply)
@@ -243,7 +243,7 @@ class Member:
         return "" if health.ok else f"it is not healthy: {health.text}"
 
 
-def _window(reply: Reply) -> int | None:
+def window_of(reply: Reply) -> int | None:
     """Prompt and response together; None where the server does not say."""
     models = reply.fields.get("data") if reply.status != NONE else None
     sizes = [m.get("max_model_len") for m in models if isinstance(m, dict)] if isinstance(models, list) else []

@@ -19,6 +19,7 @@ from pipeline.errors import EngineDown, EngineError, UsageError, WeightsError
 from pipeline.rendezvous import Engines
 from pipeline.types import Policy
 from producers.engines.sglang_flight import Flight, Way
+from producers.engines.sglang_guest import Guest
 from producers.engines.sglang_http import Link
 from producers.engines.sglang_member import Member
 from producers.engines.sglang_receive import ranks
@@ -39,13 +40,16 @@ class Servers:
     key: str | None = field(default=None, repr=False)
     concurrency: int = 256
     "requests in one server at once"
+    guest: bool = False
+    "they are another worker's, who loads their weights"
 
 
 class Pool:
     """One event loop. `open` first, `close` last."""
 
     def __init__(self, servers: Servers, session: aiohttp.ClientSession, mode: str, timing: Timing) -> None:
-        self.members = [Member(Link(session, url), mode, timing, self._changed) for url in servers.urls]
+        kind = Guest if servers.guest else Member
+        self.members = [kind(Link(session, url), mode, timing, self._changed) for url in servers.urls]
         if servers.router:
             limit = servers.concurrency * len(self.members)
             self.ways = [Way(Link(session, servers.router), self.members, limit)]
