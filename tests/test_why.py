@@ -92,6 +92,7 @@ TABLE: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "trainer silent": ({"trainer": GONE}, "trainer gone", "host pid 7 is silent for 50 s (last: training", "log"),
     "alarm": ({"alarms": 1, "alarm": "worker w1: KeyError"}, "alarm", "a fatal error waits", "inspect errors"),
     "paused": ({"paused": True}, "paused", "paused, and nothing is leased", "HDEL"),
+    "evaluating": ({"held": True}, "evaluating", "an evaluation has the engines, and nothing is leased", ""),
     "no config": ({"caps": {"bound": None, "room": None, "in_flight": None}}, "no config", "`config`", "restart"),
     "no worker ever": ({"workers": [], "pushed": 0, "pushed_age": None}, "no workers", "has ever come", "generate"),
     "workers refuse": (
