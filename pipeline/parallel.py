@@ -36,9 +36,8 @@ def refused(config: Any) -> Iterator[str]:
     """A sentence for each thing that cannot work; `config` is a trainer's."""
     if config.train_backend != "megatron":
         return
-    for package in ("megatron", "psutil"):
-        if find_spec(package) is None:
-            yield f"--train-backend megatron needs the package {package}: pip install 'millpond[megatron]'"
+    if find_spec("megatron") is None:
+        yield "--train-backend megatron needs the package megatron-core: pip install 'millpond[megatron]'"
     if config.deterministic_mode:
         yield "--deterministic-mode with --train-backend megatron: its sums are not pinned; use --train-backend torch"
     if hasattr(config, "generators"):

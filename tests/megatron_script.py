@@ -10,20 +10,31 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from trainer_groups import random_groups
 
 from pipeline.config import TrainConfig
 from trainer import backends
+from trainer.backends.base import Backend
 
 COUNTS = (4, 1, 3)
 "prompts of step 0, 1, 2, of three samples each"
 
 
 def job(rules: dict[str, Any], out: str, load: str | None = None, steps: tuple[int, ...] = (0, 1, 2)) -> None:
-    folder, lead = Path(out), backends.rank() == 0
-    config = TrainConfig.model_validate({"device": "cpu", "lr": 0.1, "adam_eps": 1.0, **rules})
+    """In one process, to the end."""
+    config = configured(rules)
     backend, _ = backends.BUILDERS[config.train_backend](config, True)
+    train(backend, Path(out), load, steps)
+    backend.close()
+
+
+def configured(rules: dict[str, Any]) -> TrainConfig:
+    return TrainConfig.model_validate({"device": "cpu", "lr": 0.1, "adam_eps": 1.0, **rules})
+
+
+def train(backend: Backend, folder: Path, load: str | None = None, steps: tuple[int, ...] = (0, 1, 2)) -> None:
     if load:
         backend.load(Path(load))
     lines = [backend.train(random_groups(COUNTS[step], 3, seed=step), step) for step in steps]
@@ -31,12 +42,25 @@ def job(rules: dict[str, Any], out: str, load: str | None = None, steps: tuple[i
         (folder / kind).mkdir(parents=True, exist_ok=True)
         getattr(backend, kind)(folder / kind)
     sent = {piece.name: tensor for piece, tensor in zip(backend.outline(), backend.pieces(), strict=True)}
-    if lead:
+    if backends.rank() == 0:
         save_file(sent, folder / "sent.safetensors")
         (folder / "lines.json").write_text(json.dumps(lines))
-    backend.close()
+
+
+def main(jobs: list[dict[str, Any]]) -> None:
+    from trainer.backends.megatron import MegatronBackend
+    from trainer.backends.megatron_mesh import mesh
+    from trainer.ranks import meet
+
+    device = torch.device("cpu")
+    ranks = meet(5, device)
+    for one in jobs:
+        config = configured(one.pop("rules"))
+        order = mesh(config, ranks, device)
+        train(MegatronBackend(config, True, order), Path(one.pop("out")), **one)
+        order.dissolve()
+    ranks.part()
 
 
 if __name__ == "__main__":
-    for one in json.loads(sys.argv[1]):
-        job(**one)
+    main(json.loads(sys.argv[1]))

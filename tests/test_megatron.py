@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,13 @@ import pytest
 import torch
 from megatron_script import job
 from safetensors.torch import load_file
-from trainer_groups import random_groups
+from test_ranks import torchrun
+from trainer_groups import group, random_groups, sample, sequence
 
 from pipeline.config import TrainConfig
+from pipeline.errors import MillpondError, WeightsError
 from trainer import backends
+from trainer.backends.base import Backend
 
 TESTS = Path(__file__).parent
 
@@ -101,7 +106,6 @@ def test_one_process_makes_the_steps_of_the_torch_backend(tmp_path: Path, name: 
     same(tmp_path / "torch", tmp_path / "megatron")
 
 
-@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
 @pytest.mark.parametrize("kind", ["a model's folder", "a checkpoint"])
 def test_a_new_run_may_begin_with_other_weights(tmp_path: Path, kind: str) -> None:
     rules = {"train_backend": "megatron", "device": "cpu", "adam_eps": 1.0, "lr": 0.1}
@@ -119,3 +123,151 @@ def test_a_new_run_may_begin_with_other_weights(tmp_path: Path, kind: str) -> No
 
     expected = steps("other", 1)
     assert steps("mine", 0, tmp_path / ("other" if kind == "a model's folder" else "other/state")) == expected
+
+
+TENSOR, STAGES = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+CUTS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
+    2: {
+        "tensors": ("llama", {**TENSOR, **FULL}),
+        "tensors, words left over": ("qwen3", TENSOR),
+        "layers": ("qwen2", STAGES),
+        "layers, tied": ("qwen2, tied", {**STAGES, **FULL}),
+    },
+    4: {
+        "tensors, replicas": ("llama", {**TENSOR, **FULL, "gradient_checkpointing": True}),
+        "tensors, layers": ("qwen3", {**TENSOR, **STAGES}),
+    },
+}
+
+
+@pytest.mark.parametrize("ranks", CUTS)
+def test_a_model_that_is_cut_makes_the_steps_of_the_torch_backend(tmp_path: Path, ranks: int) -> None:
+    """And what it has learned is gone on with by one process."""
+    jobs: list[dict[str, Any]] = []
+    for cut, (name, changes) in CUTS[ranks].items():
+        rules = {**RULES, **changes, "hf_checkpoint": str(model(tmp_path / cut / "model", name))}
+        if "kl_coef" in rules:
+            rules["ref_load"] = str(model(tmp_path / cut / "other", name, seed=1))
+        jobs.append({"rules": {**rules, "train_backend": "megatron"}, "out": str(tmp_path / cut / "cut")})
+    done = torchrun(TESTS / "megatron_script.py", json.dumps(jobs), ranks=ranks)
+    assert done.returncode == 0, done.stderr[-5000:]
+    for each in jobs:
+        folder = Path(each["out"]).parent
+        whole = {name: value for name, value in each["rules"].items() if name not in {*TENSOR, *STAGES}}
+        torch_rules = {**whole, "train_backend": "torch"}
+        job(torch_rules, str(folder / "torch"))
+        same(folder / "torch", folder / "cut")
+        job(torch_rules, str(folder / "torch on"), str(folder / "torch" / "save"), steps=(1,))
+        job(whole, str(folder / "on"), str(folder / "cut" / "save"), steps=(1,))
+        same(folder / "torch on", folder / "on")
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Iterator[Any]:
+    """A backend by its changes to the rules; there is one at a time, and none after the test."""
+    open_ones: list[Backend] = []
+
+    def made(name: str = "qwen3", **changes: Any) -> Backend:
+        folder = tmp_path / "model"
+        checkpoint = folder if folder.exists() else model(folder, name)
+        rules = {"train_backend": "megatron", "hf_checkpoint": checkpoint, "lr": 1e-2, "device": "cpu", **changes}
+        while open_ones:
+            open_ones.pop().close()
+        open_ones.append(backends.build(TrainConfig(**rules), True))
+        return open_ones[-1]
+
+    yield made
+    while open_ones:
+        open_ones.pop().close()
+
+
+def weights(backend: Backend) -> dict[str, torch.Tensor]:
+    return {piece.name: tensor.clone() for piece, tensor in zip(backend.outline(), backend.pieces(), strict=True)}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_checkpoint_goes_in_and_out_bit_by_bit(trained: Any, tmp_path: Path, bf16: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    made = AutoModelForCausalLM.from_pretrained(model(tmp_path / "model", "qwen2, tied"))
+    made.to(torch.bfloat16 if bf16 else torch.float32).save_pretrained(tmp_path / "model")
+    backend = trained(bf16=bf16)
+    (tmp_path / "out").mkdir()
+    backend.save_weights(tmp_path / "out")
+    before, after = (load_file(tmp_path / where / "model.safetensors") for where in ("model", "out"))
+    assert equal(before, after)
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16 if bf16 else torch.float32}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert equal(loaded.state_dict(), made.state_dict())
+
+
+def test_with_bfloat16_weights_small_steps_are_not_lost(trained: Any) -> None:
+    """A step of 1e-4 is less than what bfloat16 tells apart at 1; the float32 weights add them up."""
+    backend = trained(bf16=True, lr=1e-4, adam_beta1=0.1)
+    before = weights(backend)["model.norm.weight"]
+    for step in range(60):
+        backend.train(random_groups(2, 4), step)
+    assert float((weights(backend)["model.norm.weight"] - before).abs().max()) > 2e-3
+
+
+def test_nothing_to_learn_moves_no_weight_by_a_bit(trained: Any) -> None:
+    backend = trained(weight_decay=0.1)
+    backend.train(random_groups(2, 4), 0)  # from here on Adam has momentum
+    before = weights(backend)
+    q = sequence([3, 4], [5, 6])
+    figures = backend.train([group(0, *(sample(i, 0.5, q) for i in range(3)))], 1)
+    assert equal(before, weights(backend))
+    assert figures["train/entropy"] > 1
+    assert figures["train/grad_norm"] == figures["train/skipped"] == 0
+
+
+def test_a_loss_that_is_not_finite_is_skipped_and_leaves_nothing_behind(trained: Any) -> None:
+    backend = trained()
+    backend.train(random_groups(2, 4), 0)
+    before = weights(backend)
+    broken = [group(0, *(sample(i, float(i), sequence([3, 4], [5, 6], logprob=math.nan)) for i in range(2)))]
+    assert backend.train(broken, 1)["train/skipped"] == 1
+    assert equal(before, weights(backend))
+    assert backend.train(random_groups(2, 4), 2)["train/skipped"] == 0
+    backend.train(broken, 3)
+    backend.train(broken, 4)
+    with pytest.raises(MillpondError, match="3 times in a row"):
+        backend.train(broken, 5)
+
+
+def test_a_restored_trainer_makes_the_same_next_step_with_its_own_settings(trained: Any, tmp_path: Path) -> None:
+    backend = trained(lr_warmup_iters=10, global_batch_size=6)
+    (tmp_path / "begun").mkdir()
+    backend.save(tmp_path / "begun")  # before there is anything that an optimizer knows
+    first = [backend.train(random_groups(4, 4, seed=step), step) for step in range(2)]
+    (tmp_path / "saved").mkdir()
+    backend.save(tmp_path / "saved")
+    then = backend.train(random_groups(4, 4, seed=9), 2)
+    after = weights(backend)
+    backend.load(tmp_path / "saved")
+    assert backend.train(random_groups(4, 4, seed=9), 2) == then
+    assert equal(weights(backend), after)
+    backend.load(tmp_path / "begun")
+    assert [backend.train(random_groups(4, 4, seed=step), step) for step in range(2)] == first
+    other = trained(lr_warmup_iters=20, global_batch_size=6)
+    other.load(tmp_path / "saved")
+    assert other.train(random_groups(4, 4, seed=9), 2)["train/lr"] == pytest.approx(then["train/lr"] / 2)
+
+
+def test_a_state_that_is_missing_damaged_or_of_another_backend_is_refused(trained: Any, tmp_path: Path) -> None:
+    backend = trained()
+    for name in ("saved", "empty", "torch"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(WeightsError, match="no training state"):
+        backend.load(tmp_path / "empty")
+    backend.save(tmp_path / "saved")
+    (tmp_path / "torch" / "state.json").write_text('{"updates": 0, "tensors": {}}')
+    with pytest.raises(WeightsError, match="of --train-backend torch"):
+        backend.load(tmp_path / "torch")
+    (tmp_path / "saved" / "__0_0.distcp").write_bytes(b"junk")
+    with pytest.raises(WeightsError, match="of another model, or damaged"):
+        backend.load(tmp_path / "saved")

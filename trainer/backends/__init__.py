@@ -26,14 +26,16 @@ def _torch(config: TrainConfig, tis: bool) -> tuple[Backend, Ranks | None]:
 
 def _megatron(config: TrainConfig, tis: bool) -> tuple[Backend, Ranks | None]:
     from trainer.backends.torch import device_of
+    from trainer.ranks import meet
 
     refuse_world(config, int(os.environ.get("WORLD_SIZE", "1")))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that are not installed; none is used
         from trainer.backends.megatron import MegatronBackend
-        from trainer.backends.megatron_mesh import meet
-    mesh = meet(config, device_of(config))
-    return MegatronBackend(config, tis, mesh), mesh.ranks
+        from trainer.backends.megatron_mesh import mesh
+    device = device_of(config)
+    ranks = meet(config.distributed_timeout_minutes, device)
+    return MegatronBackend(config, tis, mesh(config, ranks, device)), ranks
 
 
 def _echo(config: TrainConfig, tis: bool) -> tuple[Backend, Ranks | None]:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pipeline.config import TrainConfig
 from trainer.ranks import Ranks
-from trainer.ranks import meet as meet_all
 
 
 @dataclass(frozen=True)
@@ -54,17 +53,20 @@ class Mesh:
         """The sum over replicas of what their last stages have, on every rank; collective."""
         return self.ranks.total(tensor if self.last and self.part == 0 else torch.zeros_like(tensor))
 
+    def dissolve(self) -> None:
+        """The ranks stay together, in no order."""
+        state.destroy_model_parallel()
+
     def close(self) -> None:
         """For good."""
-        state.destroy_model_parallel()
+        self.dissolve()
         dist.destroy_process_group()
 
 
-def meet(config: TrainConfig, device: torch.device) -> Mesh:
-    """All that torchrun started, or this process alone."""
+def mesh(config: TrainConfig, ranks: Ranks, device: torch.device) -> Mesh:
+    """The ranks in order; of one, a group as well. At most one order at a time."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    ranks = meet_all(config.distributed_timeout_minutes, device)
     if not dist.is_initialized():
         way = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(way, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

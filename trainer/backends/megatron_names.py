@@ -108,7 +108,7 @@ def joined(entry: Entry, parts: Sequence[Tensor], of: Shape) -> list[Tensor]:
     if entry.layout == "whole":
         return [parts[0]]
     if entry.layout == "words":
-        return [torch.cat([*parts])[: of.words]]
+        return [torch.cat([*parts])[: of.words].clone()]
     if entry.layout == "columns":
         return [torch.cat([*parts], 1)]
     if entry.layout == "gated":

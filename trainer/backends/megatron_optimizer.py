@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -13,8 +15,8 @@ from trainer.backends.megatron_model import PolicyModel
 from trainer.backends.optimizer import rate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
-"of what is saved: the same for any number of ranks"
+KINDS = ("weight", *MOMENTS)
+"what is held of each parameter; the weight in float32"
 
 
 class Optimizer:
@@ -42,6 +44,14 @@ class Optimizer:
             use_distributed_optimizer=True,
         )
         (self._own,) = get_megatron_optimizer(settings, [self.net]).chained_optimizers
+        self._spans = {
+            parameter: ranges["param"]
+            for buffer in self._own.gbuf_ranges
+            for buckets in buffer.values()
+            for bucket in buckets
+            for parameter, ranges in bucket["param_map"].items()
+        }
+        "of each parameter, flat, what this rank holds"
         self._begin()
 
     @property
@@ -71,22 +81,49 @@ class Optimizer:
         self.net.zero_grad_buffer()
         self._own.zero_grad()
 
-    def sharded(self, model: dict[str, Any], loading: bool) -> Any:
-        """What it has learned of the parameters, as dist_checkpointing takes it; `model` is the model's own."""
-        return self._own.sharded_state_dict(model, is_loading=loading, metadata=SHARDING)["param_state"]
+    def sharded(self, tensors: dict[str, Any], loading: bool) -> dict[str, Any]:
+        """What it has learned of the parameters, as dist_checkpointing takes it; `tensors` are the model's own.
+
+        Each parameter's whole, whoever holds which slice of it; Megatron's own way to put them together (0.16) takes
+        them from the wrong places where an embedding is the output head of another stage. Collective.
+        """
+        return {
+            name: {kind: self._whole(parameter, kind, tensors[name], loading) for kind in KINDS}
+            for name, parameter in self.net.module.named_parameters()
+        }
 
     @torch.no_grad()
-    def restore(self, found: Any, updates: int) -> None:
-        """What dist_checkpointing loaded for `sharded`. The settings stay those of this configuration.
-
-        Megatron loads a count of steps by itself, but into one tensor that all parameters share, which each of them
-        would then count up.
-        """
+    def restore(self, found: dict[str, Any], updates: int) -> None:
+        """What dist_checkpointing loaded for `sharded`. The settings stay those of this configuration."""
         self.updates = updates
-        for state in self._own.optimizer.state.values():
-            state.pop("step", None)
-        self._own.load_parameter_state_from_fully_reshardable(found)
+        for name, parameter in self.net.module.named_parameters():
+            for kind in KINDS:
+                for own in self._slices(parameter, kind):
+                    own.copy_(self._span(found[name][kind], parameter))
         self._count()
+
+    def _whole(self, parameter: torch.nn.Parameter, kind: str, like: Any, loading: bool) -> Any:
+        """As `like`, which is the parameter as dist_checkpointing takes it."""
+        found = torch.zeros(parameter.shape, device="cpu" if loading else parameter.device)
+        if not loading:
+            for own in self._slices(parameter, kind):
+                self._span(found, parameter).copy_(own.detach())
+            dist.all_reduce(found, group=self._own.data_parallel_group)
+        more = {"dtype": found.dtype} if hasattr(like, "dtype") else {}
+        return replace(like, key=f"optimizer.{kind}.{like.key}", data=found.cpu(), **more)
+
+    def _span(self, whole: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """This rank's slice of a tensor that is like the parameter, flat."""
+        span = self._spans[parameter]
+        return whole.flatten()[span.start : span.end]
+
+    def _slices(self, parameter: torch.nn.Parameter, kind: str) -> list[torch.Tensor]:
+        """What this rank holds of it, flat; nothing where that is another one's."""
+        if parameter not in self._spans:
+            return []
+        group, place = self._own.model_param_group_index_map[parameter]
+        own = self._own.optimizer.param_groups[group]["params"][place]
+        return [own if kind == "weight" else self._own.optimizer.state[own][kind]]
 
     def _begin(self) -> None:
         """Nothing learned: with that in place it can be saved and restored before the first update."""

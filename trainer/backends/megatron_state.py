@@ -81,5 +81,10 @@ def _read(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     try:
         found: dict[str, Any] = dist_checkpointing.load(wanted, folder)
     except (CheckpointingException, CheckpointException, OSError, KeyError) as error:
-        raise WeightsError(f"{folder}: not a training state of this model, or damaged: {error}") from error
+        raise WeightsError(f"{folder}: a training state of another model, or damaged: {_short(error)}") from error
     return found
+
+
+def _short(error: object) -> str:
+    """Checkpointing errors hold the tracebacks of all ranks; what they end in says it."""
+    return str(error).strip().rpartition("\n")[2]
