@@ -17,6 +17,7 @@ from pipeline.flags import dump, parse
 from pipeline.join import RUNS
 from pipeline.keys import Keys
 from pipeline.modes import idle
+from pipeline.origin import weights_in
 from pipeline.prompts import parts
 
 PRESET = "shift"
@@ -46,6 +47,8 @@ def resolve(argv: Sequence[str]) -> RunConfig:
     if config.eval_prompt_data is not None:
         sets(config.eval_prompt_data)
     folder = folder or RUNS / name
+    if config.load and not config.resume:
+        weights_in(config.load)
     if not demo:
         _complete(config)
     given = config.model_fields_set

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from pipeline.config import TrainConfig
 from pipeline.errors import UsageError, WeightsError
 from pipeline.ledger import Ledger
+from pipeline.origin import weights_in
 from trainer import checkpoint, cli, demo_model
 from trainer.backends.torch import TorchBackend
-from trainer.origin import weights_in
 from trainer.workshop import Workshop
 
 

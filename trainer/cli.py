@@ -21,6 +21,7 @@ from pipeline.join import RUNS, join
 from pipeline.keys import Keys
 from pipeline.log import setup
 from pipeline.modes import check, resolve_rollout
+from pipeline.origin import weights_in
 from pipeline.pulse import TrainerPulse
 from pipeline.types import Policy, Prompt
 from trainer import backends
@@ -28,7 +29,6 @@ from trainer.backends.base import Backend
 from trainer.evaluate import Evaluations
 from trainer.keeper import keeper_of
 from trainer.loop import Loop
-from trainer.origin import weights_in
 from trainer.report import Reporter
 from trainer.start import begin
 from trainer.trackers import Trackers

@@ -16,10 +16,10 @@ from pipeline.errors import RunExists, Stopped, UsageError
 from pipeline.fenced import TrainerBroker
 from pipeline.ledger import Ledger
 from pipeline.modes import agreed
+from pipeline.origin import weights_in
 from trainer import checkpoint
 from trainer.backends.base import Backend
 from trainer.keeper import archive_of
-from trainer.origin import weights_in
 from trainer.weights import newest_version
 from trainer.workshop import Workshop, claim, last_epoch, owner
 

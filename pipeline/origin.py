@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from pipeline.errors import UsageError
-from trainer.checkpoint import newest
 
 
 def weights_in(folder: Path) -> Path:
@@ -27,8 +27,8 @@ def weights_in(folder: Path) -> Path:
 def _known(folder: Path) -> str:
     """What is wrong with a folder of a kind that people try; empty where it is none of them."""
     for place in (folder, folder / "checkpoints"):
-        if found := newest(place):
-            return f"it holds checkpoints; give one of them, such as {found}"
+        if found := [path for path in place.glob("*/state.json") if re.fullmatch(r"\d{8,}", path.parent.name)]:
+            return f"it holds checkpoints; give one of them, such as {max(found).parent}"
     if (folder / "adapter_config.json").is_file():
         return "adapters alone; merge them into their model (peft's merge_and_unload) and give that as --hf-checkpoint"
     iterations = [path for path in folder.glob("*") if path.name == "release" or path.name.startswith("iter_")]
