@@ -186,10 +186,16 @@ def test_one_that_fails_is_told_at_its_step_and_training_ends_well(
 
 
 def test_one_too_many_is_left_out_and_counted(real: Rig, tmp_path: Path) -> None:
-    backend = Weighty(at_6=lambda: answer(real, 2, {"eval/a": 0.5}))
+    """The last is not: it waits for its turn."""
+
+    def late() -> None:
+        eventually(lambda: b"room for" in (real.raw.hget(real.keys["state"], "doing") or b""))
+        answer(real, 2, {"eval/a": 0.5})
+        answer(real, 6, {"eval/a": 1.0})
+
     with ThreadPoolExecutor(1) as threads:
-        last = threads.submit(answer, real, 6, {"eval/a": 1.0})
-        train(real, tmp_path, backend)
+        last = threads.submit(late)
+        train(real, tmp_path)
         last.result()
     assert bare(lines(tmp_path)) == {2: {"eval/a": 0.5}, 4: {"eval/skipped": 1}, 6: {"eval/a": 1}}
 

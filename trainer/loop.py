@@ -102,7 +102,8 @@ class Loop:
         own = self.report.step(self.now, batch, figures, trained)  # first: what a checkpoint contains has its line
         if self.keeper:
             self.keeper.keep(self.now.step, batch.groups, at, own)
-        self._evaluate(policy)
+        last = batch.last or self.now.step == self.config.num_rollout
+        self._evaluate(None if last else policy)
         if self._save_is_due() and not self.broker.ledger.taken:
             self.save()
 
@@ -113,7 +114,7 @@ class Loop:
         return interval > 0 and self.now.step // interval > self.saved // interval
 
     def _evaluate(self, policy: Policy | None) -> None:
-        """Takes in what has been evaluated, and asks for more."""
+        """Takes in what has been evaluated, and asks for more; the last weights' turn comes when all is saved."""
         if self.evals:
             self.evals.look()
             self._mark_best()
