@@ -18,6 +18,7 @@ from pipeline.config import Agreed, EvalWork, Rewards
 from pipeline.errors import EngineError, MillpondError, RequestRefused, UsageError
 from pipeline.evals import Ask
 from pipeline.evaluation import sets
+from pipeline.jobs import Jobs
 from pipeline.metrics import Values
 from pipeline.types import Group, Prompt
 from producers import custom_generate, engines, eval_function, eval_metrics, rewards
@@ -26,6 +27,7 @@ from producers.dataset import Dataset
 from producers.engines.base import Engine, Sampling
 from producers.eval_metrics import Answers
 from producers.group import Maker, Progress
+from producers.rewards import by_worker
 from producers.rows import RowKeys
 from producers.tokens import Tokenizer
 
@@ -35,9 +37,9 @@ PAUSES = (0.0, 1.0, 5.0, 15.0)
 "Seconds before each try of a prompt after the first."
 
 
-async def evaluate(ask: Ask, config: EvalWork, rules: Agreed) -> Values:
+async def evaluate(ask: Ask, config: EvalWork, rules: Agreed, jobs: Jobs | None = None) -> Values:
     """Metrics by name; MillpondError where it takes too long. Of the run's `rules` hold the seed and how prompts are
-    rendered."""
+    rendered. With `jobs`, which are closed with it, the run's reward is left to workers (--rm-place)."""
     began = time.monotonic()
     try:
         async with asyncio.timeout(ask.seconds) as deadline:
@@ -45,7 +47,7 @@ async def evaluate(ask: Ask, config: EvalWork, rules: Agreed) -> Values:
                 files = sets(config.eval_prompt_data) if config.eval_prompt_data else {}
                 found = await eval_function.call(config.eval_function_path, ask, files)
             else:
-                found = await _on_sets(ask, config, rules)
+                found = await _on_sets(ask, config, rules, jobs)
     except TimeoutError:
         if not deadline.expired():
             raise
@@ -53,8 +55,9 @@ async def evaluate(ask: Ask, config: EvalWork, rules: Agreed) -> Values:
     return {**found, "eval/weight_version": ask.version, "eval/seconds": time.monotonic() - began}
 
 
-async def _on_sets(ask: Ask, config: EvalWork, rules: Agreed) -> Values:
+async def _on_sets(ask: Ask, config: EvalWork, rules: Agreed, jobs: Jobs | None) -> Values:
     data, reward = open_sets(config), reward_of(config)
+    scored = by_worker.opened(reward, reward.group_rm, jobs) if jobs else rewards.opened(reward, reward.group_rm)
     if config.eval_engine_url is not None:
         more = {"engine": "sglang", "engine_url": config.eval_engine_url, "engine_router_url": None}
         config = config.model_copy(update=more)
@@ -62,7 +65,7 @@ async def _on_sets(ask: Ask, config: EvalWork, rules: Agreed) -> Values:
     own = config.custom_generate_function_path
     play = custom_generate.load(own) if own else custom_generate.ONCE
     found: Values = {}
-    async with rewards.opened(reward, reward.group_rm) as scorer, _engine(ask, config, rules) as (engine, tokenizer):
+    async with scored as scorer, _engine(ask, config, rules) as (engine, tokenizer):
         sampling = Sampling(ask.max_response_len, ask.temperature, tokenizer.stop_token_ids, ask.top_p)
         slots = asyncio.Semaphore(engines.slots(config))
         maker = Maker(engine, tokenizer, scorer, rules, "evaluation", slots, play, sampling)

@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.config import Agreed, WorkerConfig
 from pipeline.evals import Ask, agree
-from pipeline.jobs import EVAL, REWARD
+from pipeline.jobs import EVAL, REWARD, Jobs
 from pipeline.keys import Keys
 from pipeline.leases import WorkerBroker
 from pipeline.metrics import Values
@@ -72,15 +72,21 @@ async def evaluation(desk: Desk) -> AsyncIterator[Function]:
         asked = Ask(**ask)
         agree(asked, desk.config)
         if not asked.shared:
-            return await evaluate(asked, desk.config, desk.rules)
+            return await evaluate(asked, desk.config, desk.rules, _scores(desk))
         broker = WorkerBroker(desk.url, Keys(desk.run), "evaluation", desk.config.redis_patience)
         try:
             async with holding(broker, asked.version):
-                return await evaluate(asked, desk.config, desk.rules)
+                return await evaluate(asked, desk.config, desk.rules, _scores(desk))
         finally:
             await broker.close()
 
     yield run
+
+
+def _scores(desk: Desk) -> Jobs | None:
+    """Answers of an evaluation are jobs as well where the run's are: one that hangs would hold it all up."""
+    own = desk.config.eval_rm_type is not None or desk.config.eval_function_path is not None
+    return None if own or desk.rules.rm_place != "worker" else Jobs(desk.url, Keys(desk.run), "eval-rewards")
 
 
 JOBS = {REWARD.name: Job(reward, lasting=True), EVAL.name: Job(evaluation, lasting=False)}

@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 from processes import SMALL, Stage, audited, own_code, prompts, steps
-from rig import Rig
+from rig import Rig, agreed
 from rq import Queue
 from rq.job import Job
 from rq.results import Result
 from rq.serializers import JSONSerializer
 
-from pipeline.config import GenerateConfig
+from pipeline.config import GenerateConfig, WorkerConfig
 from pipeline.errors import RewardError
+from pipeline.evals import code_of
 from pipeline.jobs import REWARD, Jobs
+from producers.jobs import JOBS, Desk
 from producers.rewards import RewardInput
 from producers.rewards.by_worker import ByWorker, opened
 
@@ -150,6 +152,32 @@ def test_a_stop_waits_for_no_job(real: Rig) -> None:
     scored(real, work)
     assert left(real) == []
     assert not real.raw.exists(f"rq:queue:{real.keys.queue('rewards')}")
+
+
+@pytest.mark.parametrize(
+    ("place", "own", "left_to_workers"),
+    [("worker", {}, True), ("worker", {"eval_rm_type": "length"}, False), ("generator", {}, False)],
+)
+def test_answers_of_an_evaluation_are_left_to_workers_where_the_runs_are(
+    real: Rig, tmp_path: Path, place: str, own: dict[str, Any], left_to_workers: bool
+) -> None:
+    """Nobody scores them here: they end unscored, and in place they are scored."""
+    config = WorkerConfig(
+        rm_type="length", rm_patience=0.5, engine="echo", eval_prompt_data=f"set {prompts(tmp_path, 3)}", **own
+    )
+    desk = Desk(config, agreed(rm_place=place), real.keys.run, real.url, None)
+    how = {"samples": 1, "temperature": 0.0, "top_p": 1.0, "max_response_len": 5, "seconds": 60.0, "shared": False}
+    where = {"step": 6, "version": 7, "path": "", "digest": "", "sets": ["set"], "code": code_of(config)}
+    ask = {**how, **where}
+
+    async def main() -> dict[str, float]:
+        async with asyncio.timeout(120), JOBS["eval"].ready(desk) as function:
+            found: dict[str, float] = await function(ask=ask)
+            return found
+
+    found = asyncio.run(main())
+    assert found["eval/set/samples"] == 3
+    assert found["eval/set/unscored"] == (3 if left_to_workers else 0)
 
 
 MINE = """
