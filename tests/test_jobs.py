@@ -149,7 +149,7 @@ def test_what_hangs_is_killed_and_what_raises_tells_why_and_the_next_is_done(pla
     file = place.file()
     late, wrong, fine = place.outcomes(place.put(f"hang {file}", timeout=1), place.put("raise"), place.put("abc"))
     assert (late.state, late.why) == ("failed", "late: not done in 1 s")
-    assert not alive(int(file.with_suffix(".pid").read_text()))
+    assert not alive(int(_pid(file) or 0))
     assert wrong.why.startswith("failed: KeyError: 'a bug of mine'\nTraceback")
     assert 'mine.py", line' in wrong.why
     assert fine == Outcome("done", [3.0])
