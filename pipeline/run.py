@@ -240,10 +240,9 @@ class Supervisor:
                 f"{last['rollout/raw_reward']:.3f} at step {last['step']}\n"
             )
         sys.stdout.write(f"Prompts: {self._ends()}\n")
-        places = {"Metrics": "metrics.jsonl", "Checkpoints": "checkpoints", "Weights": "weights", "Logs": "logs"}
-        for what, name in places.items():
-            if (self.folder / name).exists():
-                sys.stdout.write(f"{what}: {self.folder / name}\n")
+        for name in ("metrics.jsonl", "evals.jsonl", "checkpoints", "weights", "logs"):
+            if (self.folder / name).exists() and (self.folder / name).stat().st_size:
+                sys.stdout.write(f"{name.partition('.')[0].capitalize()}: {self.folder / name}\n")
         if code and self.config.save_interval:
             how = "Stopped." if code == Stopped.exit_code else "When the cause is mended,"
             where = shlex.quote(str(self.folder)) + ("" if self.server else " --redis-url ...")

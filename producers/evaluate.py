@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline import code
 from pipeline.config import Agreed, EvalWork, Rewards
 from pipeline.errors import EngineError, MillpondError, RequestRefused, UsageError
 from pipeline.evals import Ask
@@ -85,8 +86,17 @@ def open_sets(config: EvalWork) -> dict[str, Dataset]:
             found[name] = Dataset.open(Path(path), keys, checks)
             checks.settle()
         except UsageError as error:
-            raise UsageError(str(error).replace("--prompt-data", f"--eval-prompt-data {name}")) from None
+            said = str(error).replace("--prompt-data", f"--eval-prompt-data {name}")
+            raise UsageError(said if config.eval_rm_type is None else said.replace("--rm-", "--eval-rm-")) from None
     return found
+
+
+def try_out(config: EvalWork) -> None:
+    """UsageError for what would let each evaluation fail: told of at the start, not when the first is due."""
+    if config.eval_prompt_data is not None:
+        open_sets(config)
+    if config.eval_function_path is not None:
+        code.load(config.eval_function_path, eval_function.FLAG)
 
 
 def reward_of(config: EvalWork) -> Rewards:

@@ -28,7 +28,7 @@ from pipeline.leases import new_worker_id
 from pipeline.log import setup
 from pipeline.modes import check
 from producers.cli import same_code, verified
-from producers.evaluate import open_sets
+from producers.evaluate import try_out
 from producers.hand import Hand
 from producers.jobs import JOBS, Desk
 
@@ -46,8 +46,8 @@ def main(argv: list[str]) -> int:
     """Do a run's jobs until told to stop or the run is over."""
     config = parse(WorkerConfig, argv, os.environ, "millpond worker")
     check(config)
-    if config.eval_prompt_data is not None and config.worker_jobs != "rewards":
-        open_sets(config)  # bad rows are told of now, not when the first evaluation fails
+    if config.worker_jobs != "rewards":
+        try_out(config)
     found = join(config)
     setup(f"worker-{os.getpid()}", found.folder)
     for name in ("rq.worker", "rq.job", "rq.registry"):  # a line a job

@@ -32,7 +32,7 @@ from producers.engines.local_sampling import pick
 from producers.eval_cli import main
 from producers.eval_function import EvalInput
 from producers.eval_metrics import Answers, values
-from producers.evaluate import Crew, evaluate
+from producers.evaluate import Crew, evaluate, try_out
 from producers.pass_at_k import pass_at_k, rates
 from trainer.backends import state
 from trainer.demo_model import make
@@ -310,6 +310,25 @@ def test_rewards_of_evaluations_may_be_others(tmp_path: Path) -> None:
     config = {"rm_type": "exact", "engine": "echo", "eval_prompt_data": f"a {tmp_path / 'rows.jsonl'}"}
     found = asyncio.run(evaluate(asked(), WorkerConfig(**config, eval_rm_type="row"), agreed()))
     assert found["eval/a"] == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"eval_prompt_data": "a BAD"}, "--eval-prompt-data a: 1 bad row"),
+        ({"eval_prompt_data": "a ROWS", "eval_rm_type": "foo"}, "--eval-rm-type: 'foo'"),
+        ({"eval_function_path": f"{__name__}.nothing"}, "--eval-function-path"),
+        ({"eval_prompt_data": "a nowhere.jsonl"}, "there is no such file"),
+    ],
+)
+def test_a_worker_says_at_its_start_what_would_let_each_evaluation_fail(
+    tmp_path: Path, fields: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "bad.jsonl").write_text("no JSON\n")
+    files = {"a BAD": f"a {tmp_path / 'bad.jsonl'}", "a ROWS": f"a {prompts(tmp_path, 'x')}"}
+    config = WorkerConfig(rm_type="random", **{name: files.get(value, value) for name, value in fields.items()})
+    with pytest.raises(UsageError, match=said):
+        try_out(config)
 
 
 def plain(x: EvalInput) -> dict[str, Any]:
