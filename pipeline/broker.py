@@ -27,6 +27,9 @@ from pipeline.types import Policy
 
 T = TypeVar("T")
 
+SAME_DATA = "give the same --prompt-data or --task, keys, --rollout-shuffle and --rollout-seed"
+"What to do where a run was fed from other data than it would be now."
+
 
 class Broker:
     """Verbs that need no fence."""
@@ -110,18 +113,31 @@ class Broker:
     def describe_data(self, rows: int | None, total: int | None, digest: str) -> None:
         """What is being fed, None without end; UsageError if this run was fed from other data."""
         mine = f"{rows or 'endless'} rows, sha256 {digest}"
-        before = self.state().get("data", mine)
-        if before != mine:
-            raise UsageError(
-                f"run {self.keys.run} was fed from other data ({before}) than it would be now ({mine}): give the same "
-                "--prompt-data or --task, keys, --rollout-shuffle and --rollout-seed, or another --run"
-            )
         self.data = {"data": mine, "feed_total": "" if total is None else str(total)}
         self._describe()
 
     def _describe(self) -> None:
         fields: Any = self.data
+        if (before := self.claim_data(self.data["data"])) != self.data["data"]:
+            raise UsageError(
+                f"run {self.keys.run} was fed from other data ({before}) than it would be now ({self.data['data']}): "
+                f"{SAME_DATA}, or another --run"
+            )
         self.patiently(lambda: self.client.hset(self.keys["state"], mapping=fields))
+
+    def claim_data(self, mine: str) -> str:
+        """What the run is fed from: `mine`, unless somebody has said so before."""
+
+        def claim() -> Any:
+            self.client.hsetnx(self.keys["state"], "data", mine)
+            return self.client.hget(self.keys["state"], "data") or mine.encode()
+
+        return str(self.patiently(claim).decode())
+
+    def disclaim_data(self) -> None:
+        """Where nothing was fed yet, what was to be fed is forgotten."""
+        if not self.patiently(lambda: self.client.exists(self.keys["feed"])):
+            self.patiently(lambda: self.client.hdel(self.keys["state"], "data"))
 
     def stopping(self) -> bool:
         """The run has ended. One that had ended before we came may be about to be resumed: that is waited for."""

@@ -247,3 +247,4 @@ class Agreed(Rollout):
     update_weight_transport: Literal["disk", "distributed"] = "disk"
     deterministic_mode: bool = False
     heartbeat_limit_ms: int = 20_000
+    digest: str = ""  # of all others: who works by another one is leased nothing

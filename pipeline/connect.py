@@ -8,6 +8,7 @@ and the command that would have been sent is not sent before the owner of the co
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -56,12 +57,21 @@ def connect(url: str, name: str, seen: Seen | None = None) -> redis.Redis:
 
     _keep_buffers()
     try:
-        return redis.Redis.from_url(
+        client = redis.Redis.from_url(
             url, retry=Retry(NoBackoff(), 0), max_connections=4, redis_connect_func=hello, **_options(url, name)
         )
+        client.connection_pool.connection_class(**client.connection_pool.connection_kwargs)
+        return client
     except UsageError:
         raise
-    except ValueError:  # which may hold a part of the password
+    except TypeError as error:
+        odd = [word for word in parse_qs(urlsplit(url).query) if f"'{word}'" in str(error)]
+        raise UsageError(f"--redis-url: {', '.join(odd) or error}: a connection to Redis has no such option") from None
+    except redis.ConnectionError as error:  # nothing was connected to yet
+        raise UsageError(f"--redis-url: {error}") from None
+    except ValueError as error:  # which may hold a part of the password
+        if found := re.fullmatch(r"Invalid value for '(\w+)' in connection URL\.?", str(error)):
+            raise UsageError(f"--redis-url: {found[1]} has a value there that it cannot have") from None
         raise UsageError(
             "--redis-url is no URL with a host and a port: special characters in a user's name and password must be "
             "percent-encoded"

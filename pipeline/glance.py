@@ -152,6 +152,7 @@ def _trainer(state: Mapping[str, str], now: float) -> Trainer:
         alive=age is not None and age * 1000 < HEARTBEAT_LIMIT_MS,
         doing=state.get("doing", ""),
         doing_for=_age(state.get("doing_since"), now),
+        settings=state.get("settings", ""),
     )
 
 

@@ -37,7 +37,7 @@ NAMES: dict[str, str] = {
     "quarantine": "capped stream: messages that would not decode: first 4 KB, length, sha256",
     "counters": "hash, for people, never for decisions",
     "config": "JSON: what all workers must agree on; written by the trainer",
-    "state": "hash: status, why; evals; epoch, token, trainer and its signs of life; pushed; feed_total, data; times",
+    "state": "hash: status, why, evals; epoch, token, trainer, settings, pulse; pushed; feed_total, data; times",
     "wake": "pub/sub channel: room, prompts, version, pause, stop",
 }
 

@@ -31,9 +31,6 @@ from pipeline.types import Policy
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-NO_GROUP = "no group"
-"Why nothing is leased where a stream or its consumer group is gone: registering makes both."
-
 
 def new_worker_id() -> str:
     """host-pid-uuid: new at each start of a process."""
@@ -53,6 +50,8 @@ class WorkerBroker:
         self.client = connect_async(url, f"millpond:{keys.run}:worker", self.seen)
         self.suspect = False
         "an outage has passed: compare `mine` with what is held"
+        self.config = ""
+        "digest of what `agreed` answered last"
 
     async def script(self, name: str, *args: Arg) -> Any:
         script = load(name)
@@ -120,9 +119,11 @@ class WorkerBroker:
         """What all workers agree on; None before a trainer has written it."""
         text: Any = await self.patiently(lambda: self.client.get(self.keys["config"]))
         try:
-            return Agreed.model_validate_json(text) if text else None
+            rules = Agreed.model_validate_json(text) if text else None
         except ValidationError as error:
             raise MessageError("config", f"the key holds no settings of a run: {error}") from None
+        self.config = rules.digest if rules else ""
+        return rules
 
     async def policy(self) -> Policy | None:
         """What is to be loaded: what is published, or an older version while an evaluation has the engines for it."""
@@ -149,7 +150,7 @@ class WorkerBroker:
         """Up to `want` prompts, as far as there is room; `alone` where one is held already that goes alone. After an
         outage: none, and `suspect` is set."""
         try:
-            r = await self.script("lease", self.worker, want, spare, int(alone))
+            r = await self.script("lease", self.worker, want, spare, int(alone), self.config)
         except RedisError as error:
             if not passing(error):
                 raise
@@ -159,7 +160,7 @@ class WorkerBroker:
             self.seen.well()
         if r[0] != b"ok":
             why = r[-1].decode()
-            if why == NO_GROUP:
+            if why == "no group":
                 log.warning("Redis has lost a prompt stream or its consumer group: this worker makes it anew")
                 self.suspect = True
             return Leased([], None, 0, why)

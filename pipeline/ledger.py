@@ -35,6 +35,8 @@ class Ledger:
     "done:dead as of the last checkpoint"
     cursor: int = 0
     "feed as of the last checkpoint"
+    data: str = ""
+    "what the run is fed from, as `state` has it; empty where nobody has said so"
 
     def knows(self, id: int) -> bool:
         """Whether a message of this prompt was taken before, or must not be taken any more."""

@@ -209,7 +209,7 @@ def agreed(config: Trained) -> Agreed:
     unused = idle(config)
     named = {name: getattr(config, name) for name in CODE}
     samples = config.async_max_concurrent_samples
-    return Agreed(
+    rules = Agreed(
         **{name: getattr(config, name) for name in Rollout.model_fields},
         group_rm=config.group_rm,
         rm_place=config.rm_place,
@@ -226,3 +226,4 @@ def agreed(config: Trained) -> Agreed:
         deterministic_mode=config.deterministic_mode,
         pause_generation_mode="in_place" if config.pause_generation_mode == "in_place" else "retract",
     )
+    return rules.model_copy(update={"digest": digest(rules.model_dump_json())})

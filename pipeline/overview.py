@@ -60,6 +60,8 @@ class Trainer:
     "as it says: training step 12, saving, waiting for groups, ..."
     doing_for: float | None
     "seconds"
+    settings: str = ""
+    "digest of its options, secrets left out"
 
 
 @dataclass(frozen=True)

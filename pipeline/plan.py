@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.changes import readable
 from pipeline.config import RunConfig
 from pipeline.errors import MillpondError, RunExists, UsageError
 from pipeline.evaluation import sets
@@ -71,7 +72,10 @@ def others_of(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def write_config(config: RunConfig, folder: Path) -> None:
-    """What the processes of this run and a resume read; how this start came about is left out."""
+    """What the processes of this run and a resume read; how this start came about is left out. Says what a resume has
+    other than the start before."""
+    for change in readable(folder / "config.toml", config)[0] if config.resume else ():
+        sys.stdout.write(f"Changed since the last start: {change}\n")
     once = config.model_copy(update={"resume": False, "take_over": False, "wait": False, "load": None})
     put_config(folder, dump(once, idle(once)))
 
@@ -91,9 +95,12 @@ def saved_since(folder: Path, load: Path) -> bool:
 def put_config(folder: Path, text: str) -> None:
     """Whole or not at all."""
     aside = folder / "config.toml.new"
-    aside.touch(mode=0o600)
-    aside.write_text(text)
-    aside.replace(folder / "config.toml")
+    try:
+        aside.touch(mode=0o600)
+        aside.write_text(text)
+        aside.replace(folder / "config.toml")
+    except OSError as error:
+        raise MillpondError(f"{folder / 'config.toml'} cannot be written: {error.strerror}") from None
 
 
 def _name(name: str, config: RunConfig) -> None:

@@ -157,6 +157,10 @@ class Lease:
     "its workers died, again and again: a worker has at most one of these at a time"
 
 
+OTHER_CONFIG = "other config"
+"Why nothing is leased where a trainer has written other settings than those that the worker has read."
+
+
 @dataclass(frozen=True)
 class Leased:
     """Answer to `lease`."""

@@ -121,7 +121,8 @@ def progress(view: Overview, step: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "version", "none published yet"
     if trainer.epoch:
         seen = "has left" if trainer.seen is None else f"seen {show.ago(trainer.seen)} ago"
-        yield "trainer", f"{show.clean(trainer.name)}, epoch {trainer.epoch}, {seen}"
+        by = f", settings {show.clean(trainer.settings)}" if trainer.settings else ""
+        yield "trainer", f"{show.clean(trainer.name)}, epoch {trainer.epoch}, {seen}{by}"
     shown = [form.format(step[name]) for name, form in METRICS.items() if isinstance(step.get(name), int | float)]
     if shown:
         yield "last step", f"{step.get('step')}: {', '.join(shown)}"

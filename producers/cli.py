@@ -84,14 +84,16 @@ async def _generate(config: GenerateConfig, found: Place) -> int:
     broker = WorkerBroker(found.url, Keys(found.run), worker, config.redis_patience)
     _on_signals(broker.stop.set)
     try:
-        rules = await _rules(broker, config)
-        if rules is not None:
+        while (rules := await _rules(broker, config)) is not None:
             async with (
                 _scorer(config, rules, found) as scorer,
                 _generator(broker, config, rules, found, scorer) as generator,
             ):
                 _on_signals(generator.halt)
-                await generator.run()
+                changed = await generator.run()
+            if not changed:
+                break
+            log.warning("the trainer has other settings now: all is handed back, and begun anew with them")
     except UsageError as error:
         await broker.fail("", str(error), alarm=False)
         raise

@@ -10,15 +10,14 @@ import asyncio
 import logging
 import random
 import time
-from dataclasses import dataclass
 from typing import Any
 
-from pipeline.replies import Lease, Leased, Pulse
+from pipeline.replies import OTHER_CONFIG, Lease, Leased, Pulse
 from pipeline.room import given_up, lag
 from producers.catch_up import CatchUp
 from producers.group import Progress
 from producers.tasks import cancel
-from producers.work import Worker
+from producers.work import Job, Worker
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +25,6 @@ IDLE = (1.0, 2.0)
 "Seconds between looks of a worker that has nothing to do and hears nothing."
 JITTER = 0.01
 "Seconds over which woken workers spread."
-
-
-@dataclass
-class Job:
-    """One lease being worked on."""
-
-    lease: Lease
-    progress: Progress
-    task: asyncio.Task[None] | None = None
 
 
 class Generator:
@@ -58,18 +48,19 @@ class Generator:
         "the run has been seen neither done nor failed"
         self.told = False
         "that a resume is waited for"
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        "told to halt, or the first bug that was met"
+        self.over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        "told to halt, or that the run's settings are others now (True), or the first bug that was met"
 
     # -- the loop
 
-    async def run(self) -> None:
-        """Until told to halt or the run ends; then all is handed back. Raises the first bug that any prompt met."""
+    async def run(self) -> bool:
+        """Until told to halt or the run ends; then all is handed back. Raises the first bug that any prompt met. True
+        where the run has other settings than these by now: who goes on begins anew with them."""
         parts = [asyncio.create_task(part) for part in (self._serve(), self._listen(), self._turn())]
         for part in parts:
             part.add_done_callback(self._notice)
         try:
-            await self.over
+            return await self.over
         finally:
             await cancel(parts)
             await self._hand_all_back()
@@ -92,6 +83,8 @@ class Generator:
         self.lived = self.lived or not leased.why
         if leased.why == "reaped":
             self._dead()
+        if leased.why == OTHER_CONFIG:
+            self._end(True)
         if leased.why == "evaluation":
             await self._catch_up()  # which waits for its version on our engines
         if leased.leases and leased.version != self.engine.version:
@@ -206,8 +199,11 @@ class Generator:
     def halt(self) -> None:
         """Hand all back and end, soon."""
         self.broker.stop.set()
+        self._end(False)
+
+    def _end(self, changed: bool) -> None:
         if not self.over.done():
-            self.over.set_result(None)
+            self.over.set_result(changed)
 
     async def _listen(self) -> None:
         async for word in self.broker.wakes():

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.codec import encode
@@ -32,6 +33,15 @@ DOWN = 1.0
 
 TOLD_AGAIN = 60.0
 "Seconds after which an engine that is still down is told of again."
+
+
+@dataclass
+class Job:
+    """One lease being worked on."""
+
+    lease: Lease
+    progress: Progress
+    task: asyncio.Task[None] | None = None
 
 
 class Worker:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.errors import UsageError
@@ -55,6 +55,7 @@ def save(now: Checkpoint, backend: Backend, shop: Workshop) -> None:
             "lineage": now.lineage,
             "epoch": now.epoch,
             "cursor": now.ledger.cursor,
+            "data": now.ledger.data,
         }
         (folder / "state.json").write_text(json.dumps(state))
 
@@ -64,7 +65,8 @@ def ledger_of(standing: Standing, trained: Ledger) -> Ledger:
     committed = bytearray(trained.committed)
     for id in (*trained.taken, *trained.published):
         set_bit(committed, id)
-    return Ledger(committed=committed, dropped=standing.dropped, dead=standing.dead, cursor=standing.feed)
+    now = Ledger(committed=committed, dropped=standing.dropped, dead=standing.dead, cursor=standing.feed)
+    return replace(now, data=trained.data)
 
 
 def newest(root: Path) -> Path | None:
@@ -79,7 +81,11 @@ def read(folder: Path) -> Checkpoint:
         state = json.loads((folder / "state.json").read_text())
         bits = {name: (folder / f"{name}.bits").read_bytes() for name in BITS}
         ledger = Ledger(
-            committed=bytearray(bits["committed"]), dropped=bits["dropped"], dead=bits["dead"], cursor=state["cursor"]
+            committed=bytearray(bits["committed"]),
+            dropped=bits["dropped"],
+            dead=bits["dead"],
+            cursor=state["cursor"],
+            data=state.get("data", ""),
         )
         lineage = tuple((int(a), int(b)) for a, b in state["lineage"])
         return Checkpoint(folder, state["step"], state["version"], lineage, state["epoch"], ledger)

@@ -164,6 +164,7 @@ class Loop:
             self.publish(self.now.version + 1)
         if self.config.save_interval == 0 or self.saved == self.now.step:
             return
+        book.data = self.broker.state().get("data", book.data)
         ledger = checkpoint.ledger_of(self.broker.standing(), book)
         shop = Workshop(self.folder / "checkpoints", self.broker.epoch)
         now = self.now

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.archive import steps
+from pipeline.broker import SAME_DATA
 from pipeline.config import TrainConfig
 from pipeline.errors import RunExists, Stopped, UsageError
 from pipeline.fenced import TrainerBroker
+from pipeline.flags import digest
 from pipeline.ledger import Ledger
 from pipeline.modes import agreed
 from pipeline.origin import weights_in
-from trainer import checkpoint
+from trainer import checkpoint, settings
 from trainer.backends.base import Backend
 from trainer.keeper import archive_of
 from trainer.weights import newest_version
@@ -45,6 +47,8 @@ def begin(config: TrainConfig, broker: TrainerBroker, backend: Backend, folder: 
     known = "epoch" in state
     _refuse(config, broker, folder, state)
     found = _load(config, folder)
+    changed = settings.changed(config, folder) if config.goes_on else []
+    settings.refuse(changed, found is not None)
     if found is None and broker.committed():
         raise UsageError(
             f"--resume: {broker.committed()} prompts of run {broker.keys.run} are committed, and {folder} has no "
@@ -52,6 +56,8 @@ def begin(config: TrainConfig, broker: TrainerBroker, backend: Backend, folder: 
             "(--save-interval 0), or they were deleted, and it cannot go on; start another from its last weights, with "
             "--hf-checkpoint and a folder under weights/"
         )
+    if found:
+        _same_data(broker, found)
     _take_over(config, broker, max(found.epoch if found else 0, last_epoch(folder)))
     kept = archive_of(config, folder)
     claim(folder, broker, *([kept] if kept else []))
@@ -63,7 +69,10 @@ def begin(config: TrainConfig, broker: TrainerBroker, backend: Backend, folder: 
             log.warning("checkpoints after step %d are given up, and renamed: %s", found.step, ", ".join(later))
     elif config.load:
         backend.load_weights(weights_in(config.load))
+    settings.tell(changed)
+    settings.keep(config, Workshop(folder, broker.epoch))
     broker.configure(agreed(config).model_dump_json())
+    broker.renew(settings=digest(config))
     missing = broker.restore(found.ledger if found else Ledger())
     heard = broker.worker_versions() | {broker.version(), newest_version(folder / "weights")}
     version = 1 + max(*heard, found.version if found else 0)
@@ -103,6 +112,17 @@ def _refuse(config: TrainConfig, broker: TrainerBroker, folder: Path, state: dic
         raise UsageError(
             f"--resume with --n-samples-per-prompt {config.n_samples_per_prompt}: the groups that run {run} has "
             f"waiting and in the making have {before} samples; give the same, or another --run"
+        )
+
+
+def _same_data(broker: TrainerBroker, found: checkpoint.Checkpoint) -> None:
+    """Before a feeder may feed, which it may once there is a trainer: also a Redis that knows nothing is told."""
+    data = found.ledger.data
+    if data and (now := broker.claim_data(data)) != data:
+        broker.disclaim_data()
+        raise UsageError(
+            f"--resume: {found.folder} was trained on other data ({data}) than run {broker.keys.run} is fed from now "
+            f"({now}): {SAME_DATA}, or another --run and --out"
         )
 
 

@@ -1,11 +1,13 @@
 -- keys: config state prompts prompts:retry workers workers:spare unsettled weights:version weights evals:hold
--- ARGV: worker, how many it wants, its spare samples (finished, of groups that are not), 1 if it holds a prompt that goes alone.
+-- ARGV: worker, how many it wants, its spare samples (finished, of groups that are not), 1 if it holds a prompt that goes alone,
+-- digest of the config that it works by ('': of any).
 -- Answers {'ok', version, room, {entry, ...}}, {'wait', why} or {'reaped'}; an entry is {'retry' or 'fresh', stream id, fields}.
 if not redis.call('ZSCORE', workers, ARGV[1]) then return {'reaped'} end
 local rules = agreed()
 local s = redis.call('HMGET', state, 'status', 'paused')
 if not rules or s[1] ~= 'running' then return {'wait', s[1] or 'no trainer'} end
 if s[2] and s[2] ~= '' then return {'wait', 'paused'} end
+if ARGV[5] ~= '' and ARGV[5] ~= rules.digest then return {'wait', 'other config'} end
 if redis.call('EXISTS', evals_hold) == 1 then return {'wait', 'evaluation'} end
 if redis.call('EXISTS', weights_version, weights) < 2 then return {'wait', 'no weights'} end
 local left, leased = room(rules)
