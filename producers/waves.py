@@ -35,8 +35,8 @@ class Waves(Generator):
         super().__init__(worker, concurrency)
         self.held: list[Lease] = []
         "leased, and not begun"
-        self.room = 0
-        "groups that could still be leased"
+        self.room = 1
+        "groups that could still be leased, as the last lease said; until then there may be more"
 
     async def _refill(self) -> None:
         if self.jobs:
@@ -60,6 +60,7 @@ class Waves(Generator):
 
     async def _adopt(self) -> None:
         self.held.clear()  # all that is ours is told of
+        self.room = 1
         await super()._adopt()
 
     async def _ended_data(self) -> bool:

@@ -183,3 +183,22 @@ def test_a_second_generator_is_refused_by_name(real: Rig) -> None:
 
     with pytest.raises(UsageError, match="w0 works on this run already"):
         real.do(go())
+
+
+def test_a_wave_that_is_not_whole_waits_though_the_run_is_paused(real: Rig) -> None:
+    trainer = real.trainer(**LOCK_STEP)
+    worker = real.worker("w1")
+    feed(real, 1)
+    assert len(real.lease(worker, 1)) == 1
+    trainer.renew(paused="1")
+
+    async def go() -> None:
+        engine = Hand()
+        async with at_work(real, engine, kind=waves.Waves) as generator:
+            generator.broker.suspect = True  # it finds what it holds
+            generator.poke.set()
+            await until(lambda: len(generator.held) == 1)
+            await calm(engine)
+            assert engine.sent == []
+
+    real.do(go())
