@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from trainer_groups import random_groups
+from trainer_groups import group, random_groups, sample, sequence
 
 from pipeline.config import TrainConfig
+from pipeline.types import Group
 from trainer import backends
 
 
@@ -26,10 +27,19 @@ def steps(backend: Any, out: Path, counts: list[int]) -> None:
             getattr(backend, kind)(folder)
         sent = zip(backend.outline(), backend.pieces(), strict=True)
         save_file({piece.name: tensor for piece, tensor in sent}, out / "sent.safetensors")
+    for groups in (one_left(), []):
+        lines.append(backend.train(groups, len(counts)))
     backend.load(out / "save-0")
     lines.append(backend.train(random_groups(counts[1], 3, seed=1), 1))
     (out / "lines.json").write_text(json.dumps(lines))
     backend.close()
+
+
+def one_left() -> list[Group]:
+    """Only one rank has a token to train on."""
+    q = sequence([3, 4, 5], [6, 7])
+    removed = sample(1, 0.0, q, metadata={"remove_sample": True})
+    return [group(0, sample(0, 1.0, q), removed, sample(2, None, q))]
 
 
 def main(rules: str, out: str, counts: str) -> None:

@@ -20,6 +20,7 @@ def test_without_deviation_only_the_mean_is_taken_off() -> None:
 
 
 def test_unscored_members_leave_the_baseline_alone_and_get_nothing() -> None:
+    """BB-35."""
     # mean 2/3, deviation sqrt((1/9 + 4/9 + 1/9) / 2) = 0.57735
     found = grpo([1, None, 0, 1])
     assert found == pytest.approx([0.577349, 0, -1.154699, 0.577349], abs=1e-6)

@@ -76,6 +76,7 @@ def test_an_aborted_reward_leaves_the_baseline_alone_and_a_removed_one_does_not(
 
 
 def test_groups_of_any_size_in_any_order_keep_their_own_baseline() -> None:
+    """BB-34: of 4, 3, 4 and 1, one with equal rewards."""
     rewards = {0: [1.0, 0.0, 0.0, 1.0], 1: [1.0, 1.0, 1.0], 2: [0.0, 2.0, 0.0, 2.0], 3: [5.0]}
     groups = [
         group(id, *(sample(i, r, sequence([3], [4])) for i, r in enumerate(scores))) for id, scores in rewards.items()

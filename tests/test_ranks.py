@@ -68,7 +68,8 @@ RULES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", RULES)
 def test_two_ranks_make_the_steps_of_one_with_any_count_of_samples(tmp_path: Path, name: str) -> None:
-    """Steps of 12, 3 and 9 samples; a large epsilon makes Adam's steps proportional to the gradient."""
+    """Steps of 12, 3, 9, 1 and 0 samples (BB-37, BB-41); a large epsilon makes Adam's steps proportional to the
+    gradient."""
     demo_model.make(tmp_path / "demo", 0)
     demo_model.make(tmp_path / "other", 1)
     rules = {"hf_checkpoint": str(tmp_path / "demo"), "lr": 0.1, "adam_eps": 1.0, **RULES[name]}
@@ -95,6 +96,7 @@ def test_two_ranks_make_the_steps_of_one_with_any_count_of_samples(tmp_path: Pat
 
 @pytest.mark.parametrize(("prompts", "ranks"), [(1, 4), (5, 4), (103, 4), (2, 1), (0, 3)])
 def test_any_count_of_samples_on_any_number_of_ranks_loses_none_and_all_run_as_often(prompts: int, ranks: int) -> None:
+    """BB-41: 206 of them on 4 ranks, 2 on 4, none."""
     found = units(random_groups(prompts, 2))
     parts = [share(found, Passes(40), rank, ranks) for rank in range(ranks)]
     assert len({len(part) for part in parts}) == 1

@@ -77,6 +77,8 @@ class Parts:
         self, model: PolicyModel, net: Any, micros: Sequence[Microbatch], last: Callable[[int, Tensor], Found]
     ) -> list[Tensor]:
         """All microbatches through `model`, and back where gradients are on; what `last` keeps, on the last stage."""
+        if not micros:
+            return []
         tokens = torch.zeros((), dtype=torch.int32, device=self.mesh.device)
 
         def step(places: Iterator[int], _: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:

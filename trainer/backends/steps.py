@@ -147,7 +147,7 @@ class Steps:
 
     def _penalties(self, units: Sequence[Unit]) -> Penalties | None:
         """What drift from the reference costs of the reward, by trained token, of all ranks' shares."""
-        if self._config.kl_coef == 0:
+        if self._config.kl_coef == 0 or not units:
             return None
         places = {(*u.id, n): row for u in units for n, row in enumerate(u.rows)}
         ends = dict(zip(places, np.cumsum([len(row.targets) for row in places.values()]).tolist(), strict=True))
