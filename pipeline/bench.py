@@ -1,4 +1,4 @@
-"""`millpond bench [codec|broker|overlap|engine|sglang|all]`: what it costs, on this machine.
+"""`millpond bench [codec|broker|overlap|engine|train|sglang|all]`: what it costs, on this machine.
 
 Everything is compared with something else in the same run: other machines and other days give other microseconds, and
 much the same ratios. `docs/benchmarks.md` says what each figure means.
@@ -24,12 +24,13 @@ from pipeline.options import closest
 from pipeline.urls import EngineUrls
 
 # sglang needs servers that run, and is not one of all
-PROG = "millpond bench [codec|broker|overlap|engine|sglang|all]"
+PROG = "millpond bench [codec|broker|overlap|engine|train|sglang|all]"
 BENCHES = {
     "codec": "pipeline.bench_codec.measure",
     "broker": "pipeline.bench_broker.measure",
     "overlap": "pipeline.bench_overlap.measure",
     "engine": "pipeline.bench.engine",
+    "train": "pipeline.bench.train",
 }
 "name -> (quick) -> figures"
 SGLANG = "producers.engines.bench_sglang.of_servers"
@@ -37,7 +38,7 @@ SGLANG = "producers.engines.bench_sglang.of_servers"
 
 
 class BenchConfig(Section):
-    """Measures codec, broker, overlap and engine on this machine, without a network. Takes some minutes."""
+    """Measures codec, broker, overlap, engine and training on this machine, without a network. Takes some minutes."""
 
     json_: bool = option(False, "one JSON document instead of tables")
     quick: bool = option(False, "tiny sizes: whether it runs, not how fast")
@@ -78,6 +79,17 @@ def engine(quick: bool) -> Iterator[Figure]:
         yield Figure(f"local_{name}", found["local_tokens_per_s"], "tokens/s")
         yield Figure(f"generate_{name}", found["generate_tokens_per_s"], "tokens/s")
         yield Figure(f"local_over_generate_{name}", found["ratio"], "x", at_least=aim)
+
+
+def train(quick: bool) -> Iterator[Figure]:
+    """A step of each backend beside a bare training loop: same model, same rows, same passes."""
+    found: dict[str, float] = code.load("trainer.bench.compare", "millpond bench")(1 if quick else 8, 1 if quick else 9)
+    for name in ("bare", "torch", "megatron"):
+        if name in found:
+            yield Figure(name, found[name], "tokens/s")
+    for name in ("torch", "megatron"):
+        if name in found:
+            yield Figure(f"{name}_over_bare", found[f"{name}_ratio"], "x", at_least=0.8)
 
 
 def _table(name: str, figures: list[Figure]) -> None:

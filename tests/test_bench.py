@@ -63,6 +63,13 @@ def test_the_engine_is_measured_beside_generate(capsys: Any) -> None:
     )
 
 
+def test_a_training_step_is_measured_beside_a_bare_loop(capsys: Any) -> None:
+    found = figures(capsys, "train")
+    backends = [name for name in ("torch", "megatron") if name in found]
+    check(found, {f"{name}_over_bare": "at least 0.8" for name in backends})
+    assert "torch" in found
+
+
 def test_a_table_says_which_aims_are_reached(capsys: Any) -> None:
     assert bench.main(["codec", "--quick"]) == 0
     head, *rows = capsys.readouterr().out.strip().splitlines()

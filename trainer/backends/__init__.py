@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -29,13 +30,19 @@ def _megatron(config: TrainConfig, tis: bool) -> tuple[Backend, Ranks | None]:
     from trainer.ranks import meet
 
     refuse_world(config, int(os.environ.get("WORLD_SIZE", "1")))
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # it tells all of its settings
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that are not installed; none is used
         from trainer.backends.megatron import MegatronBackend
         from trainer.backends.megatron_mesh import mesh
     device = device_of(config)
     ranks = meet(config.distributed_timeout_minutes, device)
-    return MegatronBackend(config, tis, mesh(config, ranks, device)), ranks
+    place = mesh(config, ranks, device)
+    try:
+        return MegatronBackend(config, tis, place), ranks
+    except UsageError:
+        place.close()
+        raise
 
 
 def _echo(config: TrainConfig, tis: bool) -> tuple[Backend, Ranks | None]:
