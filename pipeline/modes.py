@@ -80,8 +80,10 @@ def idle(config: Section) -> dict[str, str]:
     if isinstance(config, Engines):
         echo = ("echo_latency", "echo_response_len", "echo_failure_rate", "echo_abort_rate")
         rules.append((config.engine != "echo", "it belongs to --engine echo", echo))
-        sglang = ("engine_url", "engine_router_url", "engine_api_key", "engine_timeout")
+        sglang = ("engine_url", "engine_router_url")
         rules.append((config.engine != "sglang", "it belongs to --engine sglang", sglang))
+        none = config.engine != "sglang" and getattr(config, "eval_engine_url", None) is None
+        rules.append((none, "it belongs to --engine sglang", ("engine_api_key", "engine_timeout")))
     return {name: why for holds, why, names in rules if holds for name in names}
 
 

@@ -123,6 +123,13 @@ def test_who_evaluates_is_said_once(fields: dict[str, Any], said: str) -> None:
     assert said in refusal(WorkerConfig(rm_type="exact", **worker))
 
 
+def test_servers_for_evaluations_alone_may_want_a_key() -> None:
+    key = {"engine_api_key": "secret", "engine_timeout": 5.0}
+    assert check(RunConfig(num_rollout=3, rm_type="exact", **ON, **key, eval_engine_url="http://b:1")) == []
+    with pytest.raises(UsageError, match="--engine-api-key does nothing here: it belongs to --engine sglang"):
+        check(RunConfig(num_rollout=3, rm_type="exact", **ON, **key))
+
+
 def test_a_job_says_how_to_sample_and_that_follows_from_the_rollouts_where_it_is_not_given() -> None:
     policy = Policy(7, "/weights/7", "hf", "d", 6, 0.0)
     ask = ask_of(TrainConfig(**ON, rollout_temperature=0.8, rollout_max_response_len=99), policy)

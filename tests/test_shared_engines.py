@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from fake_sglang import FakeSGLang
-from make import Hand, at_work, calm, drain_of, feed, until
+from make import Hand, at_work, calm, drain_of, feed, loop_of, until
 from rig import Rig, agreed, policy
 from test_evaluate import Weighty, answer, bare, eventually, lines, train
 from test_evaluation import asked, prompts
@@ -133,6 +134,22 @@ def test_the_trainer_holds_the_engines_before_it_publishes_and_lets_go_at_the_en
     assert seen == [3, 5]
     assert bare(lines(tmp_path)) == {2: {"eval/a": 2}, 4: {"eval/a": 4}}
     assert not real.raw.exists(real.keys["evals:hold"])
+
+
+def test_after_a_resume_shared_engines_have_other_weights_and_what_was_in_flight_there_is_missing(
+    real: Rig, tmp_path: Path
+) -> None:
+    ask = asked(step=0, version=1, shared=True)
+    (tmp_path / "evals.open.json").write_text(json.dumps([ask.model_dump(mode="json")]))
+    loop = loop_of(
+        real, tmp_path, Weighty(), eval_interval=2, eval_prompt_data="a x", eval_shared_engines=True, save_interval=0
+    )
+    assert loop.evals
+    loop.broker.hold_engines(policy(1), HOLD)
+    loop.evals.begin(0)
+    assert bare(lines(tmp_path)) == {0: {"eval/missing": 1}}
+    assert not loop.broker.held()
+    loop.report.file.close()
 
 
 # -- servers

@@ -103,8 +103,9 @@ def give_up(shop: Workshop, step: int) -> list[str]:
 
 
 def best(root: Path) -> int | None:
-    """The step that `best` points to; None where there is none, or nothing behind it."""
-    return int(os.readlink(root / BEST)) if (root / BEST).exists() else None
+    """The step that `best` points to; None where there is no such link, or nothing behind it."""
+    name = os.readlink(root / BEST) if (root / BEST).is_symlink() and (root / BEST).exists() else ""
+    return int(name) if name.isdigit() else None
 
 
 def point(shop: Workshop, step: int | None) -> None:

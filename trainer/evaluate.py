@@ -208,6 +208,8 @@ class Evaluations:
             log.log(*ENDS[kind], flight, why[:2000])
         else:
             log.info("%s: %s", flight, {n: v for n, v in line.items() if n.count("/") == 1})
+            if self.config.save_best and self.config.save_best not in line:
+                log.warning("--save-best %s is none of its metrics", self.config.save_best)
         self.lines[flight.ask.step] = line
         self.records.late(flight.ask.step, line)
         if flight in self.flights:
