@@ -24,13 +24,14 @@ from pipeline.options import closest
 from pipeline.urls import EngineUrls
 
 # sglang needs servers that run, and is not one of all
-PROG = "millpond bench [codec|broker|overlap|engine|train|sglang|all]"
+PROG = "millpond bench [codec|broker|overlap|engine|train|publish|sglang|all]"
 BENCHES = {
     "codec": "pipeline.bench_codec.measure",
     "broker": "pipeline.bench_broker.measure",
     "overlap": "pipeline.bench_overlap.measure",
     "engine": "pipeline.bench.engine",
     "train": "pipeline.bench.train",
+    "publish": "trainer.bench_publish.measure",
 }
 "name -> (quick) -> figures"
 SGLANG = "producers.engines.bench_sglang.of_servers"

@@ -70,6 +70,10 @@ def test_a_training_step_is_measured_beside_a_bare_loop(capsys: Any) -> None:
     assert "torch" in found
 
 
+def test_what_publishing_takes_of_memory_is_measured(capsys: Any) -> None:
+    check(figures(capsys, "publish"), {"peak_1_over_file": "at most 4"})
+
+
 def test_a_table_says_which_aims_are_reached(capsys: Any) -> None:
     assert bench.main(["codec", "--quick"]) == 0
     head, *rows = capsys.readouterr().out.strip().splitlines()
