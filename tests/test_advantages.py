@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -73,3 +75,14 @@ def test_a_small_difference_that_is_no_noise_counts() -> None:
 def test_a_reward_that_is_not_finite_is_refused(bad: float) -> None:
     with pytest.raises(GroupError, match="finite"):
         grpo([1.0, bad, None])
+
+
+def test_every_estimator_stands_in_the_documents_table_of_tests_and_these_are_there() -> None:
+    tests = Path(__file__).parent
+    text = (tests.parent / "docs" / "training.md").read_text(encoding="utf-8")
+    table = text.partition("## What holds it to its source")[2].partition("\n## ")[0]
+    assert set(ESTIMATORS) <= set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE))
+    there = set(re.findall(r"^def (test_\w+)", "".join(p.read_text() for p in tests.glob("test_*.py")), re.MULTILINE))
+    named = set(re.findall(r"`(test_\w+)`", table))
+    assert len(named) > 20
+    assert named <= there
