@@ -345,6 +345,24 @@ def test_the_best_checkpoint_is_kept_and_pointed_to(real: Rig, tmp_path: Path) -
     assert sorted(versions(tmp_path / "checkpoints")) == [4, 10]
 
 
+def test_a_checkpoint_that_is_being_evaluated_is_kept_and_may_be_the_best(real: Rig, tmp_path: Path) -> None:
+    kept: list[list[int]] = []
+
+    def late() -> None:
+        kept.append(sorted(versions(tmp_path / "checkpoints")))
+        for step, value in ((2, 0.75), (4, 0.5), (6, 0.25)):
+            answer(real, step, {"eval/a": value})
+
+    with ThreadPoolExecutor(1) as threads:
+        last = threads.submit(answer, real, 8, {"eval/a": 0.5})
+        keep = {"save_interval": 2, "save_keep": 1, "save_best": "eval/a", "eval_prompt_data": "a x"}
+        train(real, tmp_path, Weighty(at_8=late), num_rollout=8, eval_max_in_flight=9, **keep)
+        last.result()
+    assert kept == [[2, 4, 6]]
+    assert checkpoint.best(tmp_path / "checkpoints") == 2
+    assert sorted(versions(tmp_path / "checkpoints")) == [2, 8]
+
+
 def test_a_resume_behind_the_best_points_to_the_best_of_what_is_left(real: Rig, tmp_path: Path) -> None:
     best = {"save_best": "eval/a", "eval_prompt_data": "a x"}
     stopped(real, tmp_path, **best)

@@ -232,7 +232,7 @@ class Shaky(EchoEngine):
         done = await super().generate(request)
         if self.how == "abort":
             return Completion(done.tokens[:1], done.logprobs[:1], "abort", (Span(7, 0, 1),))
-        return replace(done, versions=(Span(7, 0, 2), Span(8, 2, len(done.tokens))))
+        return Completion(done.tokens[:2], done.logprobs[:2], "stop", (Span(7, 0, 1), Span(8, 1, 2)))
 
 
 def prompts(folder: Path, *texts: str) -> Path:
