@@ -101,7 +101,7 @@ def lines(folder: Path) -> dict[int, dict[str, float]]:
 
 
 def eventually(met: Callable[[], Any]) -> Any:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not (found := met()):
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -119,7 +119,7 @@ def train(rig: Rig, folder: Path, backend: EchoBackend | None = None, **fields: 
 def answer(rig: Rig, step: int, values: dict[str, float] | None = None) -> None:
     """A worker ends the evaluation of a step, with `values` or by failing; once the trainer has asked for it."""
     with closing(Jobs(rig.url, rig.keys, "worker")) as jobs:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 120
         while not (names := list(rig.raw.scan_iter(f"rq:job:{jobs.id(EVAL, f'{step}-')}*"))):
             assert time.monotonic() < end
             time.sleep(0.01)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from documented import undocumented
 from local_models import generate_all, load, request, running, save
 from make import maker_of
 from rig import agreed, policy
@@ -24,6 +25,7 @@ from pipeline.config import RunConfig, TrainConfig, WorkerConfig
 from pipeline.errors import EngineDown, EngineError, MillpondError, UsageError
 from pipeline.evals import Ask, agree, ask_of
 from pipeline.modes import check, idle
+from pipeline.plan import others_of
 from pipeline.types import Policy, Span
 from producers.dataset import Dataset
 from producers.engines.base import Completion, Request, Sampling
@@ -36,6 +38,7 @@ from producers.evaluate import Crew, evaluate, try_out
 from producers.pass_at_k import pass_at_k, rates
 from trainer.backends import state
 from trainer.demo_model import make
+from trainer.evaluate import ENDS
 
 ON: dict[str, Any] = {"eval_interval": 20, "eval_prompt_data": "a a.jsonl"}
 
@@ -130,6 +133,12 @@ def test_servers_for_evaluations_alone_may_want_a_key() -> None:
         check(RunConfig(num_rollout=3, rm_type="exact", **ON, **key))
 
 
+def test_a_run_has_a_worker_where_there_is_something_to_evaluate() -> None:
+    run = RunConfig(num_rollout=3, rm_type="exact", **ON)
+    assert [name for name, _ in others_of(run)] == ["feeder", "generator-0", "worker"]
+    assert "worker" not in dict(others_of(RunConfig(num_rollout=3, rm_type="exact")))
+
+
 def test_a_job_says_how_to_sample_and_that_follows_from_the_rollouts_where_it_is_not_given() -> None:
     policy = Policy(7, "/weights/7", "hf", "d", 6, 0.0)
     ask = ask_of(TrainConfig(**ON, rollout_temperature=0.8, rollout_max_response_len=99), policy)
@@ -208,6 +217,7 @@ def test_what_is_unscored_counts_nowhere_and_is_counted() -> None:
         "eval/a/unscored": 3,
         "eval/a/refused_prompts": 2,
     }
+    assert undocumented([*values("a", answers, 2), *(f"eval/{end}" for end in ENDS)]) == []
     assert values("a", [], 1) == {"eval/a/samples": 0, "eval/a/unscored": 0, "eval/a/refused_prompts": 1}
 
 
