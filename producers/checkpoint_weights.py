@@ -29,7 +29,10 @@ def as_folder(checkpoint: Path, model: Path) -> Iterator[Path]:
             if path.suffix in (".json", ".jinja", ".model", ".txt") and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, folder / path.name)
         try:
-            places: dict[str, str] = json.loads((state / "state.json").read_text(encoding="utf-8"))["tensors"]
+            facts = json.loads((state / "state.json").read_text(encoding="utf-8"))
+            if facts.get("lora"):
+                raise ValueError("only adapters and what they are added to")
+            places: dict[str, str] = facts["tensors"]
             for file in sorted(set(places.values())):
                 with safe_open(state / file, "np") as content:
                     own = [key for key in content.keys() if key.startswith(OWN)]  # noqa: SIM118 not a dict
@@ -37,5 +40,7 @@ def as_folder(checkpoint: Path, model: Path) -> Iterator[Path]:
                 if held:
                     save_file(held, folder / file.replace("state", "model"), metadata={"format": "pt"})
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise UsageError(f"{checkpoint}: it holds no weights of the torch backend: {error}") from error
+            raise UsageError(
+                f"{checkpoint} holds no whole weights of the torch backend ({error}); evaluate a folder under weights/"
+            ) from error
         yield folder

@@ -448,6 +448,13 @@ def test_a_model_and_a_checkpoint_are_evaluated_by_hand(tmp_path: Path, capsys: 
     for found in (of_model, first, of_run, of_point):
         del found["eval/seconds"]
     assert of_run == of_point == of_model != first
+    state.write(point / "model", [("model.a", torch.ones(1))], {"lora": {"rank": 8}})
+    for broken in ("only adapters", "No such file"):
+        with pytest.raises(
+            UsageError, match=rf"whole weights of the torch backend \(.*{broken}.*folder under weights/"
+        ):
+            main([str(point), *map(str, how)])
+        (point / "model/state.json").unlink(missing_ok=True)
 
 
 def test_the_table_has_a_row_a_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
