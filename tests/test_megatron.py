@@ -21,6 +21,7 @@ from pipeline.config import TrainConfig
 from pipeline.errors import MillpondError, WeightsError
 from trainer import backends
 from trainer.backends.base import Backend
+from trainer.outline import saved
 
 TESTS = Path(__file__).parent
 
@@ -201,6 +202,7 @@ def test_a_checkpoint_goes_in_and_out_bit_by_bit(trained: Any, tmp_path: Path, b
     before, after = (load_file(tmp_path / where / "model.safetensors") for where in ("model", "out"))
     assert equal(before, after)
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16 if bf16 else torch.float32}
+    assert sorted(backend.outline()) == sorted(saved(tmp_path / "out"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert equal(loaded.state_dict(), made.state_dict())
 

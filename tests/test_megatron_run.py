@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
 import pytest
+import torch
 from make import train_config
 from processes import Parts, Stage, contiguous, eventually, family, steps
+from safetensors.torch import load_file, save_file
 from test_megatron import installed, model
 from test_ranks import RULES_OF_RUN, helpers, rows, trainer
 
@@ -48,10 +51,11 @@ def test_a_run_on_two_ranks_that_are_killed_goes_on_on_one(redis_url: str, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_the_default_run_learns(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with Stage(tmp_path) as stage:
-        stage.millpond("run", "--train-backend", "megatron", "--out", out, "--device", "cpu").ends(0, seconds=280)
+        stage.millpond("run", "--train-backend", "megatron", "--out", out, "--device", "cpu").ends(0, seconds=600)
     rewards = [line["rollout/raw_reward"] for line in steps(out)]
     assert fmean(rewards[:5]) < 0.3
     assert fmean(rewards[-5:]) > 0.7
@@ -108,13 +112,24 @@ def test_processes_that_cannot_be_shared_out_are_refused_before_they_meet(tmp_pa
         backends.build(configured(tmp_path, tensor_model_parallel_size=2, pipeline_model_parallel_size=2), True)
 
 
-def test_a_checkpoint_without_the_tensors_of_its_configuration_is_refused(tmp_path: Path) -> None:
-    folder = model(tmp_path / "model", "qwen3")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(
-        UsageError, match=r"no \*\.safetensors there has model\.embed_tokens\.weight \(25 are missing\)"
-    ):
-        backends.build(configured(folder), True)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), r"there has model\.norm\.weight \(1 are missing\)"),
+        (lambda tensors: tensors.update(extra=torch.zeros(1)), r"no place for extra \(1 are too many\)"),
+        (lambda tensors: tensors.update({"lm_head.weight": torch.zeros(9, 32)}), r"lm_head\.weight has another shape"),
+    ],
+    ids=["too few", "too many", "another shape"],
+)
+def test_a_checkpoint_that_is_not_what_its_configuration_says_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], said: str
+) -> None:
+    file = model(tmp_path / "model", "qwen3") / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    with pytest.raises(UsageError, match=said):
+        backends.build(configured(tmp_path / "model"), True)
 
 
 def refusal(config: TrainConfig | RunConfig) -> str:

@@ -32,6 +32,11 @@ class Weights:
         names = [name for entry in self._entries for name in entry.theirs]
         if lacking := [name for name in names if name not in pieces]:
             raise UsageError(f"{flag} {folder}: no *.safetensors there has {lacking[0]} ({len(lacking)} are missing)")
+        known = {*names, *HEAD.theirs}  # a tied head may be there as well
+        if more := sorted(name for name in pieces if name not in known and not name.endswith(".inv_freq")):
+            raise UsageError(
+                f"{flag} {folder}: Megatron's layers have no place for {more[0]} ({len(more)} are too many)"
+            )
         self.outline: list[Piece] = [pieces[name] for name in names]
 
     def fill(self, model: PolicyModel) -> None:
@@ -41,20 +46,21 @@ class Weights:
             for entry in self._here():
                 target = own.pop(self._local(entry))
                 tensors = [read(name) for name in entry.theirs]
-                target.copy_(part(entry, tensors, self.shape, self.mesh.part, self.mesh.tensor))
+                value = part(entry, tensors, self.shape, self.mesh.part, self.mesh.tensor)
+                if value.shape != target.shape:
+                    raise UsageError(f"{self.folder}: {entry.theirs[0]} has another shape than config.json says")
+                target.copy_(value)
         if own:
-            raise UsageError(f"{self.folder}: the name map has nothing for {', '.join(own)}")
+            raise ValueError(f"the name map has nothing for {', '.join(own)}")
 
     def pieces(self, model: PolicyModel) -> Iterator[Tensor]:
         """The tensors of `outline`, whole and on this device; empty ones for all but the lead. Collective."""
         own = dict(model.named_parameters())
-        dtypes = iter([getattr(torch, piece.dtype) for piece in self.outline])
-        shapes = iter([piece.shape for piece in self.outline])
+        outline = iter(self.outline)
         for entry in self._entries:
-            found = self._gathered(own, entry) if self.mesh.replica == 0 else []
-            for number, _ in enumerate(entry.theirs):
-                dtype, size = next(dtypes), next(shapes)
-                yield self._sent(entry, found[number].to(dtype) if found else None, dtype, size)
+            lacking: list[Tensor | None] = [None] * len(entry.theirs)
+            for tensor in self._gathered(own, entry) or lacking:
+                yield self._sent(next(outline), tensor, self._stage(entry))
 
     def save(self, model: PolicyModel, folder: Path) -> None:
         """In the checkpoint's own dtypes, a file at a time; its other files go along. Collective."""
@@ -86,23 +92,25 @@ class Weights:
         return entry.own.replace(f".{entry.layer}.", f".{entry.layer - first}.", 1)
 
     def _gathered(self, own: dict[str, Tensor], entry: Entry) -> list[Tensor]:
-        """The checkpoint's tensors of it, on its stage; elsewhere nothing."""
-        if self._stage(entry) != self.mesh.stage:
+        """The checkpoint's tensors of it, on its stage of the first replica; elsewhere nothing."""
+        if self._stage(entry) != self.mesh.stage or self.mesh.replica:
             return []
         mine = own[self._local(entry)].detach()
         parts = [torch.empty_like(mine) for _ in range(self.mesh.tensor)]
         dist.all_gather(parts, mine.contiguous(), self.mesh.tensor_group)
         return joined(entry, parts, self.shape)
 
-    def _sent(self, entry: Entry, tensor: Tensor | None, dtype: torch.dtype, size: tuple[int, ...]) -> Tensor:
+    def _sent(self, piece: Piece, tensor: Tensor | None, stage: int) -> Tensor:
         """From its stage to the first, where the lead is."""
-        mesh, stage = self.mesh, self._stage(entry)
+        mesh, dtype = self.mesh, getattr(torch, piece.dtype)
         if mesh.replica or mesh.part:
             return EMPTY
+        if tensor is None:
+            tensor = torch.empty(piece.shape, dtype=dtype, device=mesh.device)
+        tensor = tensor.to(dtype).contiguous()
         if stage != 0:
-            tensor = torch.empty(size, dtype=dtype, device=mesh.device) if tensor is None else tensor.contiguous()
             dist.broadcast(tensor, dist.get_global_rank(mesh.pipeline_group, stage), mesh.pipeline_group)
-        return tensor.contiguous() if mesh.ranks.lead and tensor is not None else EMPTY
+        return tensor if mesh.ranks.lead else EMPTY
 
 
 class Reader:
