@@ -128,6 +128,22 @@ def own_of(trained: TorchBackend) -> list[tuple[str, Tensor]]:
     return list(own(trained._model.module))
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", ["demo", "gpt2"])
+def test_a_checkpoint_has_the_adapters_as_peft_loads_them(models: Path, tmp_path: Path, kind: str) -> None:
+    from peft import PeftModel
+
+    trained = backend(models / kind)
+    trained.train(random_groups(3, 4), 0)
+    (tmp_path / "saved").mkdir()
+    trained.save(tmp_path / "saved")
+    loaded = PeftModel.from_pretrained(local_models.load(models / kind), tmp_path / "saved/adapter")
+    with torch.no_grad():
+        own = trained._model.logits(IDS, torch.arange(IDS.numel()))
+    assert torch.allclose(logits(loaded, IDS).flatten(0, 1), own, atol=1e-5)
+    assert not torch.allclose(logits(local_models.load(models / kind), IDS).flatten(0, 1), own, atol=1e-3)
+
+
 @pytest.mark.parametrize("rules", [{"lora_rank": 0}, {"lora_rank": 8}, {"lora_alpha": 32.0}])
 def test_a_checkpoint_of_other_adapters_is_refused(models: Path, tmp_path: Path, rules: dict[str, Any]) -> None:
     (tmp_path / "saved").mkdir()

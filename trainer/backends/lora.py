@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ def adapt(module: Any, wanted: Adapters) -> None:
         lora_alpha=wanted.alpha,
         target_modules=_targets(module, layers, [name.strip() for name in wanted.targets.split(",")]),
         fan_in_fan_out=any(isinstance(part, Conv1D) for part in layers.values()),
+        task_type="CAUSAL_LM",
     )
     inject_adapter_in_model(rule, module)
 
@@ -58,6 +60,19 @@ def adapted(module: nn.Module) -> dict[str, Any]:
 def own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The adapters' tensors, by name."""
     return ((name, tensor) for name, tensor in named(module) if OWN.search(name))
+
+
+def export(module: Any, folder: Path, lead: bool) -> None:
+    """The adapters by themselves in peft's layout, in FOLDER/adapter. Collective; the lead writes."""
+    from safetensors.torch import save_file
+
+    tensors = {f"base_model.model.{name.replace(f'.{NAME}.', '.')}": whole(tensor) for name, tensor in own(module)}
+    if lead:
+        (folder / "adapter").mkdir()
+        save_file(
+            {name: t.cpu().contiguous() for name, t in tensors.items()}, folder / "adapter/adapter_model.safetensors"
+        )
+        module.peft_config[NAME].save_pretrained(folder / "adapter")
 
 
 def published(module: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:

@@ -59,6 +59,8 @@ class TorchBackend:
     def save(self, folder: Path) -> None:
         """Model, optimizer and random state: tensors and numbers, no code. All ranks take part, the lead writes."""
         facts = {"updates": self._optimizer.updates, "lora": _facts(self._form)}
+        if self._form.adapters:
+            lora.export(self._model.module, folder, self._ranks.lead)
         if self._ranks.lead:
             return state.write(folder, self._state(), facts)
         for _ in self._state():
