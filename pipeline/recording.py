@@ -26,7 +26,7 @@ def idle(config: Any) -> list[tuple[bool, str, tuple[str, ...]]]:
     if not isinstance(config, Recording):
         return []
     only: Any = config
-    paced = config.debug_rollout_only or only.train_backend == "echo"
+    paced = config.debug_rollout_only or only.train_backend == "echo" or only.echo_train_seconds == 0
     return [
         (not (config.archive or config.debug_rollout_only), "--archive is off", ("archive_folder",)),
         (not paced, "it belongs to --train-backend echo and --debug-rollout-only", ("echo_train_seconds",)),
