@@ -212,7 +212,8 @@ def test_all_in_the_folder_is_private_and_names_no_password(tmp_path: Path) -> N
     assert [p.name for p in paths if p.is_file() and password.encode() in p.read_bytes()] == ["password"]
     assert password not in said
     assert {p.name for p in out.iterdir()} == {
-        *("config.toml", "metrics.jsonl", "evals.jsonl", "timeline.jsonl", "logs", "checkpoints", "weights", "redis"),
+        *("config.toml", "trainer.toml", "metrics.jsonl", "evals.jsonl", "timeline.jsonl"),
+        *("logs", "checkpoints", "weights", "redis"),
         ".trainer-1",
     }
 
