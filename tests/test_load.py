@@ -12,6 +12,8 @@ from make import feed, loop_of, run
 from rig import Rig
 from safetensors.torch import load_file
 
+from consumers.drain import Drain
+from consumers.staleness import Limit
 from pipeline.config import TrainConfig
 from pipeline.errors import UsageError, WeightsError
 from pipeline.ledger import Ledger
@@ -52,6 +54,11 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def dies(drain: Drain, limit: Limit) -> None:
+    """As a trainer that is killed, before its first step."""
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("kind", ["a model's folder", "a checkpoint"])
 @pytest.mark.parametrize("again", [{"resume": True}, {"auto_resume": True, "load": Path("gone by now")}])
 def test_a_new_run_takes_weights_alone_and_goes_on_with_them(
@@ -64,11 +71,13 @@ def test_a_new_run_takes_weights_alone_and_goes_on_with_them(
     feed(real, 0, ends=True)
     rules = {"train_backend": "torch", "num_rollout": 3}
     first = loop_of(real, out, backend(models / "mine"), load=start, **rules)  # type: ignore[arg-type]
-    run(first)
+    first.rollout = dies
+    with pytest.raises(KeyboardInterrupt):
+        run(first)
     assert (first.now.step, first.now.version) == (0, 1)
     assert same(published(out, 1), original)
     assert not any(checkpoint.read(out / "checkpoints/00000000").ledger.committed)
-    second = loop_of(real, out, backend(models / "mine"), **rules, **again)  # type: ignore[arg-type]
+    second = loop_of(real, out, backend(models / "mine"), take_over=True, **rules, **again)  # type: ignore[arg-type]
     run(second)
     assert same(published(out, second.now.version), original)
 
