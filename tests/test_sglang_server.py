@@ -376,6 +376,29 @@ def test_a_run_whose_weights_come_over_a_process_group(server: Server, tmp_path:
     assert len(re.findall("version \\d+ went to 1 engines", said)) >= 4, said
 
 
+def test_evaluations_share_a_real_server_with_the_generator(server: Server, tmp_path: Path) -> None:
+    """Each of its own version, while nothing is sampled for training and nothing is aborted."""
+    from producers.demo import write_prompts
+
+    out, data = tmp_path / "run", write_prompts(tmp_path / "demo.jsonl", 1)
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(data.read_text().splitlines(keepends=True)[:16]))
+    with Stage(tmp_path) as stage:
+        run = run_of(
+            *(stage, server, out, "--prompt-data", data, "--num-rollout", "4", "--rm-type", "positions"),
+            *("--rollout-max-response-len", "5", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4"),
+            *("--eval-interval", "2", "--eval-prompt-data", "held_out", held_out, "--eval-shared-engines"),
+            *("--eval-overflow-policy", "backpressure"),
+        )
+        run.ends(0, seconds=240)
+        places = audited(stage, out)
+    assert contiguous(steps(out)) == 4
+    assert places["committed"] == 4 * 8
+    found = [json.loads(line) for line in (out / "evals.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in found] == [0, 2, 4]
+    assert all(0 <= line["eval/held_out"] <= 1 for line in found), found
+
+
 def test_several_turns_of_a_sample_go_to_a_real_server(server: Server, tmp_path: Path) -> None:
     """The example, with its prompts: a turn's prompt is what was sampled and observed before it, id by id, so that the
     trainer finds the log-probabilities that the server had."""
