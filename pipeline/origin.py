@@ -8,13 +8,15 @@ from pathlib import Path
 from pipeline.errors import UsageError
 
 
-def weights_in(folder: Path) -> Path:
-    """What the backend loads: a model in Hugging Face's layout, or the training state in a checkpoint of ours.
-    UsageError, with what to do, for all else."""
+def weights_in(folder: Path, backend: str) -> Path:
+    """What the backend of that name loads: a model in Hugging Face's layout, the training state in a checkpoint of
+    ours, or a distributed checkpoint of Megatron's. UsageError, with what to do, for all else."""
     if (folder / "model" / "state.json").is_file():
         return folder / "model"
     if not folder.is_dir():
         raise UsageError(f"--load {folder}: there is no such folder")
+    if backend == "megatron" and (found := _iteration(folder)):
+        return found
     if problem := _known(folder):
         raise UsageError(f"--load {folder}: {problem}")
     if (folder / "config.json").is_file():
@@ -31,15 +33,24 @@ def _known(folder: Path) -> str:
             return f"it holds checkpoints; give one of them, such as {max(found).parent}"
     if (folder / "adapter_config.json").is_file():
         return "adapters alone; merge them into their model (peft's merge_and_unload) and give that as --hf-checkpoint"
-    iterations = [path for path in folder.glob("*") if path.name == "release" or path.name.startswith("iter_")]
-    if (folder / "latest_checkpointed_iteration.txt").is_file() or iterations:
+    if (folder / TRACKER).is_file() or any(folder.glob("iter_*")) or any(folder.glob("mp_rank_*")):
         return f"a Megatron checkpoint; {CONVERT}"
-    if (folder / "common.pt").is_file() or (folder / ".metadata").is_file() or any(folder.glob("mp_rank_*")):
-        return f"a distributed checkpoint, as Megatron writes them; {CONVERT}"
+    if (folder / "release").is_dir() or (folder / "common.pt").is_file() or (folder / ".metadata").is_file():
+        return f"a Megatron checkpoint; {CONVERT}"
     return ""
 
 
+def _iteration(folder: Path) -> Path | None:
+    """The folder of a distributed checkpoint: `folder`, or in it the one that Megatron's tracker names."""
+    if (folder / TRACKER).is_file():
+        word = (folder / TRACKER).read_text().strip()
+        folder /= f"iter_{int(word):07d}" if word.isdecimal() else word
+    return folder if (folder / ".metadata").is_file() and (folder / "common.pt").is_file() else None
+
+
+TRACKER = "latest_checkpointed_iteration.txt"
 CONVERT = (
-    "convert it to Hugging Face's layout where it was made (slime: tools/convert_torch_dist_to_hf.py; Megatron Bridge: "
+    "--train-backend megatron takes it where it is a distributed one (torch_dist), else convert it to Hugging Face's "
+    "layout where it was made (slime: tools/convert_torch_dist_to_hf.py; Megatron Bridge: "
     "export_ckpt) and give that folder"
 )

@@ -49,7 +49,7 @@ def resolve(argv: Sequence[str]) -> RunConfig:
         sets(config.eval_prompt_data)
     folder = folder or RUNS / name
     if config.load and not config.resume:
-        weights_in(config.load)
+        weights_in(config.load, config.train_backend)
     if not demo:
         _complete(config)
     given = config.model_fields_set

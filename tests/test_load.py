@@ -110,10 +110,10 @@ def test_adapters_go_on_from_adapters_alone(models: Path, tmp_path: Path) -> Non
         ((), "neither a checkpoint of Millpond nor a model"),
         (("00000020/state.json", "00000040/state.json"), "it holds checkpoints; give one of them, such as .*/00000040"),
         (("checkpoints/00000020/state.json",), "such as .*/checkpoints/00000020"),
-        (("latest_checkpointed_iteration.txt",), "a Megatron checkpoint; convert it"),
-        (("release/common.pt",), "a Megatron checkpoint; convert it"),
-        (("iter_0000010/mp_rank_00/model_optim_rng.pt",), "a Megatron checkpoint; convert it"),
-        ((".metadata", "__0_0.distcp"), "a distributed checkpoint, as Megatron writes them; convert it"),
+        (("latest_checkpointed_iteration.txt",), "a Megatron checkpoint; --train-backend megatron takes it"),
+        (("release/common.pt",), "a Megatron checkpoint; .* else convert it"),
+        (("iter_0000010/mp_rank_00/model_optim_rng.pt",), "a Megatron checkpoint; .* else convert it"),
+        ((".metadata", "__0_0.distcp"), "a Megatron checkpoint; .* else convert it"),
         (("adapter_config.json", "adapter_model.safetensors"), "adapters alone; merge them"),
     ],
 )
@@ -121,8 +121,25 @@ def test_what_load_cannot_take_is_told_with_what_to_do(tmp_path: Path, files: tu
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
-    with pytest.raises(UsageError, match=said):
-        weights_in(tmp_path)
+    for backend in ("torch", "megatron"):
+        with pytest.raises(UsageError, match=said):
+            weights_in(tmp_path, backend)
+
+
+@pytest.mark.parametrize(
+    ("said", "folder"),
+    [("10\n", "iter_0000010"), ("release", "release"), (None, ".")],
+    ids=["by number", "release", "itself"],
+)
+def test_megatrons_own_checkpoint_is_found(tmp_path: Path, said: str | None, folder: str) -> None:
+    (tmp_path / folder).mkdir(exist_ok=True)
+    for file in (".metadata", "common.pt"):
+        (tmp_path / folder / file).touch()
+    if said:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(said)
+    assert weights_in(tmp_path, "megatron") == tmp_path / folder
+    with pytest.raises(UsageError, match="--train-backend megatron takes it"):
+        weights_in(tmp_path, "torch")
 
 
 def test_a_mistake_is_told_before_anything_is_spent(models: Path, tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from trainer_groups import group, random_groups, sample, sequence
 
 from pipeline.config import TrainConfig
 from pipeline.errors import MillpondError, WeightsError
+from pipeline.origin import weights_in
 from trainer import backends
 from trainer.backends.base import Backend
 from trainer.outline import saved
@@ -124,6 +127,44 @@ def test_a_new_run_may_begin_with_other_weights(tmp_path: Path, kind: str) -> No
 
     expected = steps("other", 1)
     assert steps("mine", 0, tmp_path / ("other" if kind == "a model's folder" else "other/state")) == expected
+
+
+def by_megatron_lm(trained: Backend, folder: Path) -> None:
+    """A checkpoint of this model as Megatron-LM has it: a vocabulary filled up to 128, and its settings as an object."""
+    from megatron.core import dist_checkpointing
+
+    from trainer.backends.megatron_shim import on
+    from trainer.backends.megatron_state import Writer
+
+    with on(torch.device("cpu")):
+        tensors = trained._model.sharded_state_dict()  # type: ignore[attr-defined]
+        assert "decoder.layers.self_attention.linear_qkv.layer_norm_weight" in {t.key for t in tensors.values()}
+        for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            full = torch.zeros(128, tensors[name].data.shape[1])
+            full[: len(tensors[name].data)] = tensors[name].data
+            shapes = {"local_shape": full.shape, "global_shape": full.shape}
+            tensors[name] = replace(tensors[name], data=full, **shapes)
+        (folder / "iter_0000010").mkdir(parents=True)
+        (folder / "latest_checkpointed_iteration.txt").write_text("10")
+        content = {"model": tensors, "args": Namespace(lr=1.0), "iteration": 10, "checkpoint_version": 3.0}
+        dist_checkpointing.save(content, folder / "iter_0000010", sharded_strategy=Writer("torch_dist", 1))
+
+
+def test_a_new_run_may_begin_with_a_checkpoint_of_megatron_lm(tmp_path: Path) -> None:
+    def built(name: str, seed: int) -> Backend:
+        config = TrainConfig(
+            hf_checkpoint=model(tmp_path / name, "qwen3", seed), train_backend="megatron", device="cpu"
+        )
+        return backends.BUILDERS["megatron"](config, True)[0]
+
+    other = built("other", 1)
+    by_megatron_lm(other, tmp_path / "lm")
+    expected = other.train(random_groups(3, 4, seed=0), 0)
+    other.close()
+    mine = built("mine", 0)
+    mine.load_weights(weights_in(tmp_path / "lm", "megatron"))
+    assert mine.train(random_groups(3, 4, seed=0), 0) == expected
+    mine.close()
 
 
 TENSOR, STAGES = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}

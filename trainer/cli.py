@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     if backends.rank() > 0:
         return _follow(config, selection.tis)
     if config.load and not config.resume:
-        weights_in(config.load)  # a mistake is told before anything is spent
+        weights_in(config.load, config.train_backend)  # a mistake is told before anything is spent
     place = join(config)
     folder = place.folder or RUNS / place.run
     setup("trainer", folder)

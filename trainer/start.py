@@ -68,7 +68,7 @@ def begin(config: TrainConfig, broker: TrainerBroker, backend: Backend, folder: 
         if later:
             log.warning("checkpoints after step %d are given up, and renamed: %s", found.step, ", ".join(later))
     elif config.load:
-        backend.load_weights(weights_in(config.load))
+        backend.load_weights(weights_in(config.load, config.train_backend))
     settings.tell(changed)
     settings.keep(config, Workshop(folder, broker.epoch))
     broker.configure(agreed(config).model_dump_json())

@@ -63,7 +63,7 @@ class MegatronBackend:
 
     def load_weights(self, folder: Path) -> None:
         with on(self._mesh.device):
-            if (folder / megatron_state.FILE).is_file():
+            if megatron_state.found_in(folder):
                 megatron_state.load_model(folder, self._model)
             else:
                 other = Weights(folder, megatron_config.read(folder, "--load"), self._mesh, "--load")

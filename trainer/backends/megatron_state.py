@@ -60,9 +60,16 @@ def load(folder: Path, model: PolicyModel, optimizer: Optimizer) -> None:
     optimizer.restore(found["optimizer"], updates)
 
 
+def found_in(folder: Path) -> bool:
+    """A training state, ours or Megatron-LM's."""
+    return (folder / FILE).is_file() or (folder / ".metadata").is_file()
+
+
 def load_model(folder: Path, model: PolicyModel) -> None:
-    """The model alone of what `save` wrote. Collective. Errors: WeightsError."""
-    _updates(folder)
+    """The model alone of what `save` wrote, or Megatron-LM, whose names are the same whatever layers were made of; it fills
+    a vocabulary up further. Collective. Errors: WeightsError."""
+    if (folder / FILE).is_file():
+        _updates(folder)
     model.load_state_dict(_read(folder, {"model": model.sharded_state_dict()})["model"])
 
 
