@@ -130,7 +130,7 @@ def test_a_new_run_may_begin_with_other_weights(tmp_path: Path, kind: str) -> No
 
 
 def by_megatron_lm(trained: Backend, folder: Path) -> None:
-    """A checkpoint of this model as Megatron-LM has it: a vocabulary filled up to 128, and its settings as an object."""
+    """A checkpoint of this model as Megatron-LM has it: a vocabulary filled up to 128, its settings as an object."""
     from megatron.core import dist_checkpointing
 
     from trainer.backends.megatron_shim import on

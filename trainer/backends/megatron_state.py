@@ -66,8 +66,8 @@ def found_in(folder: Path) -> bool:
 
 
 def load_model(folder: Path, model: PolicyModel) -> None:
-    """The model alone of what `save` wrote, or Megatron-LM, whose names are the same whatever layers were made of; it fills
-    a vocabulary up further. Collective. Errors: WeightsError."""
+    """The model alone of what `save` wrote, or Megatron-LM: its names are the same whatever layers it is made of, and
+    its vocabulary may be filled up further. Collective. Errors: WeightsError."""
     if (folder / FILE).is_file():
         _updates(folder)
     model.load_state_dict(_read(folder, {"model": model.sharded_state_dict()})["model"])
