@@ -41,18 +41,23 @@ class Figure:
         return {"value": self.value, "unit": self.unit, "aim": self.aim or None, "met": self.met}
 
 
-def turns(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side in each of `rounds` rounds, after one that is not counted.
+Clock = Callable[[], float]
+
+
+def turns(
+    sides: Mapping[str, Callable[[], object]], rounds: int, clock: Clock = time.perf_counter
+) -> dict[str, list[float]]:
+    """Seconds by `clock` of each side in each of `rounds` rounds, after one that is not counted.
 
     The sides take turns within a round, every other round backwards: what slows the machine down hits all of them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
         for name in list(sides)[:: 1 if turn % 2 else -1]:
-            begin = time.perf_counter()
+            begin = clock()
             sides[name]()
             if turn:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(clock() - begin)
     return seconds
 
 

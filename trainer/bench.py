@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from pipeline.config import TrainConfig
+from pipeline.measure import turns
 from pipeline.types import COMPLETED, Group, Prompt, Sample, Sequence, Span
 from trainer import backends
 
@@ -42,7 +43,7 @@ def compare(groups: int = GROUPS, rounds: int = 9) -> dict[str, float]:
             backend = backends.build(_config(folder, kind), tis=False)
             opened.append(backend)
             sides[kind] = lambda backend=backend: backend.train(batch, 0)  # type: ignore[misc]
-        seconds = _turns(sides, rounds)
+        seconds = turns(sides, rounds, time.process_time)
         for backend in opened:
             backend.close()
     torch.set_num_threads(before)
@@ -52,18 +53,6 @@ def compare(groups: int = GROUPS, rounds: int = 9) -> dict[str, float]:
         f"{name}_ratio": median(b / a for b, a in zip(seconds["bare"], of, strict=True)) for name, of in seconds.items()
     }
     return found | ratios
-
-
-def _turns(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each side in each round, after one that warms up; every other round backwards."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(rounds + 1):
-        for name in list(sides)[:: 1 if turn % 2 else -1]:
-            begin = time.process_time()
-            sides[name]()
-            if turn:
-                seconds[name].append(time.process_time() - begin)
-    return seconds
 
 
 def _config(folder: Path, kind: str) -> TrainConfig:
