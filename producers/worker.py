@@ -19,7 +19,7 @@ from typing import Any
 
 from pipeline.broker import Broker
 from pipeline.config import Agreed, WorkerConfig
-from pipeline.errors import MillpondError, RedisDown, Starved, Stopped
+from pipeline.errors import MillpondError, RedisDown, Starved, Stopped, UsageError
 from pipeline.flags import parse
 from pipeline.jobs import KINDS, REWARD, Kind
 from pipeline.join import Place, join
@@ -54,10 +54,11 @@ def main(argv: list[str]) -> int:
         logging.getLogger(name).setLevel(logging.WARNING)
     broker = verified(found, "jobs", config.redis_patience)
     try:
-        rules = agreed(broker)
-        if rules is not None:
+        while (rules := agreed(broker)) is not None:
             same_code(rules, config)
-            Crew(config, found, rules, broker).work()
+            if not Crew(config, found, rules, broker).work():
+                break
+            log.warning("the trainer has other settings now: the hands begin anew with them")
     except Exception as error:
         _tell(broker, error)
         raise
@@ -69,10 +70,7 @@ def main(argv: list[str]) -> int:
 def agreed(broker: Broker) -> Agreed | None:
     """What the trainer has written for all workers, waited for; None when told to stop before there was anything."""
     began = said = time.monotonic()
-    while True:
-        text: Any = broker.patiently(lambda: broker.client.get(broker.keys["config"]))
-        if text:
-            return Agreed.model_validate_json(text)
+    while (rules := written(broker)) is None:
         now = time.monotonic()
         if broker.stop.wait(0.2):
             return None
@@ -81,6 +79,12 @@ def agreed(broker: Broker) -> Agreed | None:
         if now - said > 30:
             said = now
             log.warning("run %s has no trainer yet; waiting", broker.keys.run)
+    return rules
+
+
+def written(broker: Broker) -> Agreed | None:
+    text: Any = broker.patiently(lambda: broker.client.get(broker.keys["config"]))
+    return Agreed.model_validate_json(text) if text else None
 
 
 def _tell(broker: Broker, error: Exception) -> None:
@@ -107,26 +111,40 @@ class Crew:
     numbers: Iterator[int] = field(default_factory=count)
     hands: dict[threading.Thread, Hand | None] = field(default_factory=dict)
     "None: it is starting"
+    stop: threading.Event = field(default_factory=threading.Event)
+    "for the hands: no more jobs are to be taken"
     trouble: list[BaseException] = field(default_factory=list)
     "what hands ended with"
 
-    def work(self) -> None:
-        """Returns when all hands have; raises what one of them ended with."""
-        own = {REWARD: self.config.rm_workers if self.rules.rm_place == "worker" else 0}
-        kinds = [kind for kind in KINDS.values() if self.config.worker_jobs in ("all", kind.queue)]
-        for kind in kinds:
-            for _ in range(own.get(kind, 1) if kind.name in JOBS else 0):
+    def work(self) -> bool:
+        """Returns when all hands have; True where the trainer has other settings by now, and who goes on begins anew
+        with them. Raises what a hand ended with."""
+        for kind, hands in self.wanted.items():
+            for _ in range(hands):
                 self._start(kind)
         log.info("worker %s takes jobs with %d hands", self.id, len(self.hands))
+        changed = False
         try:
-            while not self.broker.stop.wait(LOOK) and not self._over():
+            while not (changed or self.broker.stop.wait(LOOK) or self.stop.is_set() or self._over()):
                 self._help()
+                changed = self._changed()
         finally:
-            self.broker.stop.set()
+            self.stop.set()
             for thread in list(self.hands):
                 thread.join()
         if self.trouble:
             raise self.trouble[0]
+        return changed
+
+    @property
+    def wanted(self) -> dict[Kind, int]:
+        """Hands by kind, where there are any; UsageError where there is none."""
+        own = {REWARD: self.config.rm_workers if self.rules.rm_place == "worker" else 0}
+        kinds = [kind for kind in KINDS.values() if self.config.worker_jobs in ("all", kind.queue)]
+        found = {kind: hands for kind in kinds if (hands := own.get(kind, 1))}
+        if not found:
+            raise UsageError("--worker-jobs rewards: this run's answers are scored by its generators (--rm-place)")
+        return found
 
     def _start(self, kind: Kind, spare: bool = False) -> None:
         name = f"{self.id}-{kind.queue}-{next(self.numbers)}"
@@ -136,7 +154,7 @@ class Crew:
 
     def _run(self, kind: Kind, name: str, spare: bool) -> None:
         broker = Broker(self.place.url, self.broker.keys, "job", self.config.redis_patience)
-        broker.stop = self.broker.stop
+        broker.stop = self.stop
         desk = Desk(self.config, self.rules, self.place.run, self.place.url, self.place.folder)
         try:
             hand = broker.patiently(lambda: Hand(broker, kind, name, JOBS[kind.name], desk))
@@ -147,7 +165,7 @@ class Crew:
             pass
         except BaseException as error:  # noqa: BLE001 - `work` raises it
             self.trouble.append(error)
-            self.broker.stop.set()
+            self.stop.set()
         finally:
             broker.close()
 
@@ -162,11 +180,16 @@ class Crew:
             for _ in range(len(there), min(most, 2 * self.config.rm_workers + held)):
                 self._start(REWARD, spare=True)
 
+    def _changed(self) -> bool:
+        """As generators are leased nothing by old settings, no job is done by them."""
+        now = written(self.broker)
+        return now is not None and self.rules.digest not in ("", now.digest)
+
     def _over(self) -> bool:
-        """The run has ended, and nothing waits any more that somebody may still want to read."""
+        """The run has ended, and nothing of ours waits any more that somebody may still want to read."""
         if not self.broker.stopping():
             return False
-        waiting = [_waiting(self.broker.keys, kind) for kind in KINDS.values()]
+        waiting = [_waiting(self.broker.keys, kind) for kind in self.wanted]
         return not self.broker.patiently(lambda: self.broker.client.exists(*waiting))
 
 

@@ -12,7 +12,7 @@ import threading
 import uuid
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from rq import Callback, Queue
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
-from pipeline import job_queues, purge
+from pipeline import job_queues, join, purge
 from pipeline.broker import Broker
 from pipeline.causes import causes
 from pipeline.code import digest
@@ -41,6 +41,7 @@ from pipeline.plan import others_of
 from pipeline.server import EmbeddedServer
 from producers.hand import Hand
 from producers.jobs import JOBS, Desk
+from producers.worker import Crew
 
 MINE = """
 import os, time
@@ -372,6 +373,35 @@ def test_a_worker_with_another_reward_takes_no_jobs(alone: Place) -> None:
         *args
     ).ends(2)
     assert not alone.jobs.ended([id])
+
+
+def test_a_worker_does_no_job_by_settings_that_the_trainer_has_changed(alone: Place) -> None:
+    """A trainer that was stopped leaves its workers there; it may be resumed with other settings."""
+    client, key = alone.jobs.client, alone.jobs.keys["config"]
+    first = Agreed.model_validate_json(client.get(key))  # type: ignore[arg-type]
+    client.set(key, first.model_copy(update={"rm_place": "generator", "digest": "a"}).model_dump_json())
+    args = ("worker", "--run", alone.run, "--redis-url", alone.url, "--custom-rm-path", "mine.score")
+    own = own_code(alone.stage.folder, MINE)
+    assert "its generators" in alone.stage.millpond(*args, "--worker-jobs", "rewards", **own).ends(2)
+    worker = alone.stage.millpond(*args, **own)
+    eventually(lambda: alone.jobs.workers(EVAL), "a worker", 90)
+    client.set(key, first.model_copy(update={"digest": "b"}).model_dump_json())
+    assert alone.outcomes(alone.put("abc")) == [Outcome("done", [3.0])]
+    client.set(key, first.model_copy(update={"code": {"rm_type": "x"}, "digest": "c"}).model_dump_json())
+    assert "--custom-rm-path is mine.score here, and run's trainer has none" in worker.ends(2)
+
+
+def test_a_worker_for_evaluations_waits_for_no_answers_when_the_run_is_over(real: Rig) -> None:
+    with closing(Jobs(real.url, real.keys, "test")) as jobs:
+        jobs.put(REWARD, "left", {"inputs": []}, timeout=10)
+    broker = Broker(real.url, real.keys, "jobs", 20)
+    real.raw.hset(real.keys["state"], "status", "running")
+    rules, config = agreed(rm_place="worker"), WorkerConfig(rm_type="length", worker_jobs="evals")
+    crew = Crew(config, join.Place(real.url, real.keys.run, None), rules, broker)
+    assert not crew._over()
+    real.raw.hset(real.keys["state"], "status", "done")
+    assert crew._over()
+    broker.close()
 
 
 # --- how long, and whose
