@@ -23,6 +23,8 @@ from pipeline.types import Group
 from producers.engines.echo import EchoEngine
 from trainer import replay
 from trainer.backends.echo import EchoBackend
+from trainer.keeper import Keeper
+from trainer.workshop import Workshop
 
 
 def quick() -> EchoEngine:
@@ -142,6 +144,16 @@ def test_what_is_not_given_is_as_it_was_recorded_and_what_is_given_wins(tmp_path
     assert check(config) == ["groups may be stale and nothing corrects for it; --use-tis does"]
 
 
+def test_a_replay_of_a_run_that_began_with_other_weights_asks_for_them(tmp_path: Path) -> None:
+    run = train_config(train_backend="torch", hf_checkpoint=tmp_path / "model", load=tmp_path / "other")
+    options = Keeper(run, Workshop(tmp_path, 1), 0).options
+    assert "load" not in Keeper(run.model_copy(update={"resume": True}), Workshop(tmp_path, 1), 0).options
+    archive.write(tmp_path / archive.name_of(1), archive.Record(1, 1, (), True, {}, options), [])
+    with pytest.raises(UsageError, match=r"was begun with --load .*other: give its checkpoint of step 0"):
+        replay.asked([str(tmp_path)], {})
+    assert replay.asked([str(tmp_path), "--hf-checkpoint", str(tmp_path / "other")], {}).steps == [1]
+
+
 def test_options_that_changed_within_a_run_are_told_of(
     real: Rig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -206,12 +218,14 @@ def test_another_model_or_vocabulary_is_refused_with_the_step(real: Rig, tmp_pat
         ([], "which archive?"),
         (["nowhere"], "nowhere is not there: an archive is made by"),
         (["."], ". holds no step"),
+        (["file"], "file is no folder"),
     ],
 )
 def test_a_replay_without_an_archive_says_where_one_comes_from(
     argv: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("file").touch()
     assert cli.main(["replay", *argv]) == 2
     assert said in capsys.readouterr().err
 

@@ -40,6 +40,8 @@ class Keeper:
         """`step` are done: files of later ones belong to a branch that was given up at a resume, and go."""
         self.shop = shop
         self.options = plain(config)
+        if config.load and not config.resume:
+            self.options["load"] = str(config.load)  # what a replay of step 1 must begin with, too
         self.model = archive.shape_of(config.hf_checkpoint)
         for later in archive.steps(shop.root):
             if later > step:

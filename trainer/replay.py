@@ -99,6 +99,12 @@ def asked(argv: list[str], environ: Mapping[str, str]) -> Job:
     first, _ = archive.read(folder / archive.name_of(archive.steps(folder)[0]))
     recorded = {name: first.options[name] for name in KNOWN if name in first.options}
     own = parse(ReplayConfig, flags, environ, "millpond replay", recorded)
+    other = first.options.get("load") if first.step == 1 else None
+    if other and not own.load and "hf_checkpoint" not in own.model_fields_set:
+        raise UsageError(
+            f"{folder}: the run was begun with --load {other}: give its checkpoint of step 0 with --load "
+            f"({folder.parent / 'checkpoints' / '00000000'}), or those weights as --hf-checkpoint"
+        )
     begun = checkpoint.read(own.load).step if own.load else 0
     most = own.num_rollout if "num_rollout" in own.model_fields_set else None  # a resume may have had more
     return Job(own, _trained(own, first, folder), folder, _steps(folder, begun, most))
@@ -127,7 +133,7 @@ def _folder(words: list[str]) -> Path:
     if not archive.steps(folder) and archive.steps(inner):
         return inner
     if not archive.steps(folder):
-        what = "holds no step" if folder.is_dir() else "is not there"
+        what = "holds no step" if folder.is_dir() else "is no folder" if folder.exists() else "is not there"
         raise UsageError(f"{folder} {what}: an archive is made by millpond run or train with --archive")
     return folder
 
