@@ -72,7 +72,7 @@ def code_of(config: Any) -> dict[str, str]:
     else:
         reward = "custom_rm_path" if config.custom_rm_path is not None else "rm_type"
         fields = ["custom_generate_function_path", *(["eval_rm_type"] if config.eval_rm_type else [reward])]
-        fields += ["reward_key"]
+        fields += ["reward_key", "eval_input_key", "eval_label_key"]
     values: Mapping[str, str | None] = {name: getattr(config, name) for name in fields}
     return {name: digest(value) for name, value in values.items() if value is not None}
 

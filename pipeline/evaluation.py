@@ -15,6 +15,8 @@ from pipeline.sections import Fraction, Positive, PositiveFloat, Section, Words,
 from pipeline.urls import EngineUrls
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
+TAKEN = {"failed", "missing", "skipped", "seconds", "weight_version"}
+"Names under `eval/` that are no set's, nor a function's to give."
 
 
 def _pairs(value: Any) -> str:
@@ -26,6 +28,8 @@ def _pairs(value: Any) -> str:
     for name in names:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(f"it must be pairs, NAME PATH; {name!r} is no name (letters, digits, . _ -)")
+    if taken := sorted(TAKEN & set(names)):
+        raise ValueError(f"it must have other names than {', '.join(taken)}: eval/{taken[0]} says something else")
     if len(set(names)) < len(names):
         raise ValueError("it must have each name once: they are the metrics' names")
     return shlex.join(map(str, words))

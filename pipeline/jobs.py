@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, Literal
 
 from redis.exceptions import RedisError
@@ -87,6 +88,7 @@ class Jobs:
         """The job's id. `name`: letters, digits, - and _, one job each; what is there already is left as it is.
 
         `timeout`: seconds it may take once it has begun; `wait`: after so many it is no longer begun (0: whenever).
+        Both are rounded up to whole ones.
         """
         from rq import Retry
 
@@ -100,10 +102,10 @@ class Jobs:
         queue.enqueue_call(
             kind.function,
             kwargs=dict(arguments),
-            timeout=max(1, round(timeout)),
+            timeout=ceil(timeout),
             result_ttl=kind.kept,
             failure_ttl=kind.kept,
-            ttl=max(1, round(wait)) if wait else None,
+            ttl=ceil(wait) if wait else None,
             job_id=id,
             description=f"{kind.name} {name}",
             retry=Retry(max=kind.retries) if kind.retries else None,

@@ -25,9 +25,12 @@ def as_folder(checkpoint: Path, model: Path) -> Iterator[Path]:
     state = checkpoint / "model"
     with tempfile.TemporaryDirectory(prefix="millpond-eval-") as name:
         folder = Path(name)
-        for path in model.iterdir():
-            if path.suffix in (".json", ".jinja", ".model", ".txt") and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, folder / path.name)
+        try:
+            for path in model.iterdir():
+                if path.suffix in (".json", ".jinja", ".model", ".txt") and not path.name.endswith(".index.json"):
+                    shutil.copyfile(path, folder / path.name)
+        except OSError as error:
+            raise UsageError(f"--hf-checkpoint {model}: {error.strerror}; give the folder of the run's model") from None
         try:
             facts = json.loads((state / "state.json").read_text(encoding="utf-8"))
             if facts.get("lora"):

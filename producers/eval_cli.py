@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from pathlib import Path
 
 from pipeline import show
 from pipeline.config import Agreed, EvalWork, Positive, PositiveFloat, option
-from pipeline.errors import UsageError
+from pipeline.errors import MillpondError, Stopped, UsageError
 from pipeline.evals import Ask, ask_of
 from pipeline.evaluation import EvalSampling, names
 from pipeline.find import RUNS, settings
@@ -52,6 +54,20 @@ class Meant:
 
 
 def main(argv: list[str]) -> int:
+    """Evaluate weights by hand. A reward or function that hangs is not waited for at the end."""
+    before = set(threading.enumerate())
+    try:
+        return _main(argv)
+    except (MillpondError, KeyboardInterrupt) as error:
+        if any(not thread.daemon for thread in set(threading.enumerate()) - before):
+            end = error if isinstance(error, MillpondError) else Stopped("asked to stop")
+            sys.stderr.write(f"millpond: {end}\n")
+            sys.stderr.flush()
+            os._exit(end.exit_code)
+        raise
+
+
+def _main(argv: list[str]) -> int:
     word, flags = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
     meant = _meant(Path(word)) if word else Meant()
     if word and meant == Meant():
@@ -61,11 +77,17 @@ def main(argv: list[str]) -> int:
     check(config)
     if config.eval_prompt_data is None and config.eval_function_path is None:
         raise UsageError("nothing to evaluate on: give --eval-prompt-data NAME PATH")
+    if config.eval_shared_engines:
+        raise UsageError(
+            "--eval-shared-engines is a trainer's, who publishes what they serve; name others with --engine-url"
+        )
     logging.basicConfig(level=logging.WARNING, format="millpond: %(message)s")
     with ExitStack() as stack:
         weights = config.hf_checkpoint
-        if meant.checkpoint:
-            weights = stack.enter_context(as_folder(meant.checkpoint, config.hf_checkpoint or Path()))
+        if meant.checkpoint and config.engine != "echo":
+            if weights is None:
+                raise UsageError("--hf-checkpoint is needed: the folder of the model that the checkpoint is of")
+            weights = stack.enter_context(as_folder(meant.checkpoint, weights))
         found = asyncio.run(evaluate(*_work(config, weights)))
     _show(config, found)
     return 0
@@ -93,7 +115,8 @@ def _aside(run: Path | None, flags: Sequence[str]) -> list[str]:
     if run is None:
         return []
     own = ["--engine", "local"] if settings(run).get("engine") == "sglang" and "--engine" not in flags else []
-    named = [flag for flag in ("--engine-url", "--engine-router-url", "--eval-engine-url") if flag not in flags]
+    engines = ("--engine-url", "--engine-router-url", "--eval-engine-url", *(["--engine-api-key"] if own else []))
+    named = [flag for flag in engines if flag not in flags]
     return [*own, *(f"{flag}=" for flag in named), "--no-eval-shared-engines"]
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline import code
 from pipeline.errors import MillpondError
 from pipeline.evals import Ask
+from pipeline.evaluation import TAKEN
 from pipeline.metrics import Values
 from producers.rewards.base import number
 
@@ -44,10 +46,21 @@ async def call(dotted: str, ask: Ask, sets: dict[str, Path]) -> Values:
     if inspect.iscoroutinefunction(function):
         result = await function(given)
     else:
-        result = await asyncio.to_thread(function, given)
+        threads = ThreadPoolExecutor(1, "evaluation")  # of its own: the event loop waits for its others as it ends
+        result = await asyncio.get_running_loop().run_in_executor(threads, _called, dotted, function, given)
     if not isinstance(result, Mapping):
         raise MillpondError(f"{FLAG} {dotted} gave a {type(result).__name__}; expected are numbers by name")
-    return {f"eval/{str(name).removeprefix('eval/')}": _number(dotted, name, value) for name, value in result.items()}
+    found = {str(name).removeprefix("eval/"): _number(dotted, name, value) for name, value in result.items()}
+    if taken := sorted(TAKEN & found.keys()):
+        raise MillpondError(f"{FLAG} {dotted}: give {taken[0]!r} another name: eval/{taken[0]} says something else")
+    return {f"eval/{name}": value for name, value in found.items()}
+
+
+def _called(dotted: str, function: Callable[[EvalInput], object], given: EvalInput) -> object:
+    try:
+        return function(given)
+    except StopIteration as error:  # a future cannot carry it, and whoever awaits would wait for ever
+        raise RuntimeError(f"{dotted} raised {type(error).__name__}: {error}") from error
 
 
 def _number(dotted: str, name: object, value: object) -> float:

@@ -58,7 +58,8 @@ async def evaluate(ask: Ask, config: EvalWork, rules: Agreed, jobs: Jobs | None 
 
 async def _on_sets(ask: Ask, config: EvalWork, rules: Agreed, jobs: Jobs | None) -> Values:
     data, reward = open_sets(config), reward_of(config)
-    scored = by_worker.opened(reward, reward.group_rm, jobs) if jobs else rewards.opened(reward, reward.group_rm)
+    whole = rules.group_rm and config.eval_rm_type is None
+    scored = by_worker.opened(reward, whole, jobs) if jobs else rewards.opened(reward, whole)
     if config.eval_engine_url is not None:
         more = {"engine": "sglang", "engine_url": config.eval_engine_url, "engine_router_url": None}
         config = config.model_copy(update=more)

@@ -17,6 +17,7 @@ import torch
 from documented import undocumented
 from local_models import generate_all, load, request, running, save
 from make import maker_of
+from processes import Stage, own_code
 from rig import agreed, policy
 from safetensors.torch import load_file
 
@@ -36,6 +37,7 @@ from producers.eval_function import EvalInput
 from producers.eval_metrics import Answers, values
 from producers.evaluate import Crew, evaluate, try_out
 from producers.pass_at_k import pass_at_k, rates
+from producers.rewards.base import RewardInput
 from trainer.backends import state
 from trainer.demo_model import make
 from trainer.evaluate import ENDS
@@ -80,6 +82,7 @@ def test_sets_are_pairs_of_words_on_a_command_line_and_in_files(tmp_path: Path) 
         (["aime"], "must be pairs, NAME PATH NAME PATH, and has 1 words"),
         (["a/b", "x"], "'a/b' is no name"),
         (["a", "x", "a", "y"], "must have each name once"),
+        (["a", "x", "failed", "y"], "other names than failed"),
         ([], "--eval-prompt-data needs a value"),
     ],
 )
@@ -159,6 +162,7 @@ def test_a_job_says_how_to_sample_and_that_follows_from_the_rollouts_where_it_is
         ({"eval_rm_type": "f1"}, "--eval-rm-type, --rm-type: the trainer has another value"),
         ({"eval_function_path": "my.f"}, "--eval-function-path, --rm-type: the trainer has another value"),
         ({"eval_shared_engines": True}, "--eval-shared-engines: the trainer has another value"),
+        ({"eval_label_key": "other"}, "--eval-label-key: the trainer has another value"),
     ],
 )
 def test_a_worker_with_other_sets_or_code_evaluates_nothing(mine: dict[str, Any], said: str) -> None:
@@ -329,6 +333,17 @@ def test_rewards_of_evaluations_may_be_others(tmp_path: Path) -> None:
     assert found["eval/a"] == 5
 
 
+def together(given: list[RewardInput]) -> list[float]:
+    return [len(given)] * len(given)
+
+
+def test_a_reward_of_whole_groups_is_one_because_the_run_says_so(tmp_path: Path) -> None:
+    """As for generators; a worker's own command line need not."""
+    sets = f"a {prompts(tmp_path, 'x')}"
+    config = WorkerConfig(custom_rm_path=f"{__name__}.together", engine="echo", eval_prompt_data=sets)
+    assert asyncio.run(evaluate(asked(samples=3), config, agreed(group_rm=True)))["eval/a"] == 3
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -357,7 +372,7 @@ async def other(x: EvalInput) -> dict[str, Any]:
 
 
 def wrong(x: EvalInput) -> Any:
-    return {"score": "high"} if x.step else 3
+    return [3, {"score": "high"}, {"eval/failed": 1}][x.step]
 
 
 @pytest.mark.parametrize(
@@ -370,11 +385,25 @@ def test_a_function_evaluates_in_our_place(name: str, values: dict[str, float]) 
     assert values.items() <= found.items()
 
 
-@pytest.mark.parametrize(("step", "said"), [(0, "gave a int; expected are numbers"), (1, "'score' is a str")])
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [(0, "gave a int; expected are numbers"), (1, "'score' is a str"), (2, "give 'failed' another name")],
+)
 def test_what_a_function_gives_must_be_numbers(step: int, said: str) -> None:
     config = WorkerConfig(rm_type="exact", eval_function_path=f"{__name__}.wrong")
     with pytest.raises(MillpondError, match=said):
         asyncio.run(evaluate(asked(step=step), config, agreed()))
+
+
+def stops(x: EvalInput) -> Any:
+    return next(iter(()))
+
+
+def test_a_function_that_runs_out_of_something_fails_and_never_hangs() -> None:
+    """No future can carry a StopIteration."""
+    config = WorkerConfig(rm_type="exact", eval_function_path=f"{__name__}.stops")
+    with pytest.raises(RuntimeError, match="stops raised StopIteration"):
+        asyncio.run(evaluate(asked(), config, agreed()))
 
 
 # -- sampling
@@ -424,7 +453,9 @@ def shown(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_model_and_a_checkpoint_are_evaluated_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_and_a_checkpoint_are_evaluated_by_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A checkpoint's weights are used, not those of the model that the run began with."""
     for seed in (1, 2):
         make(tmp_path / f"model{seed}", seed)
@@ -455,6 +486,21 @@ def test_a_model_and_a_checkpoint_are_evaluated_by_hand(tmp_path: Path, capsys: 
         ):
             main([str(point), *map(str, how)])
         (point / "model/state.json").unlink(missing_ok=True)
+    monkeypatch.setenv("MILLPOND_ENGINE_API_KEY", "of the run's engines")  # which are left alone
+    (tmp_path / "model1").rename(tmp_path / "moved")
+    with pytest.raises(UsageError, match=r"--hf-checkpoint .*model1: No such file.*give the folder"):
+        main([str(point), *map(str, how)])
+    monkeypatch.delenv("MILLPOND_ENGINE_API_KEY")
+    assert shown(capsys, point, "--engine", "echo", "--eval-temperature", 0)["eval/a/samples"] == 40
+
+
+@pytest.mark.parametrize("how", ["--custom-rm-path", "--eval-function-path"])
+def test_what_hangs_is_not_waited_for_by_hand(tmp_path: Path, how: str) -> None:
+    """Nor by the end of the process."""
+    what = ["--eval-prompt-data", "a", prompts(tmp_path, "a"), "--engine", "echo", "--eval-timeout", 1, how, "mine.f"]
+    with Stage(tmp_path) as stage:
+        own = own_code(tmp_path, "import time\n\ndef f(x):\n    time.sleep(600)\n")
+        assert "not done in 1 s (--eval-timeout)" in stage.millpond("eval", *what, **own).ends(1)
 
 
 def test_the_table_has_a_row_a_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -466,6 +512,9 @@ def test_the_table_has_a_row_a_set(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [(line.split()[0], len(line.split())) for line in lines[1:3]] == [("one", 7), ("other", 7)]
 
 
+SHARED = ["--engine", "sglang", "--engine-url", "http://127.0.0.1:1", "--eval-shared-engines"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -475,6 +524,7 @@ def test_the_table_has_a_row_a_set(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--eval-prompt-data", "a", "ROWS", "--engine", "echo"], "no reward"),
         (["--eval-prompt-data", "a", "ROWS", "--rm-type", "f1"], "--hf-checkpoint"),
         (["--eval-prompt-data", "a", "BAD", "--rm-type", "f1"], "--eval-prompt-data a: 1 bad row"),
+        ([*SHARED, "--eval-prompt-data", "a", "ROWS"], "--eval-shared-engines is a trainer's"),
     ],
 )
 def test_first_mistakes_get_a_sentence(tmp_path: Path, words: list[str], said: str) -> None:

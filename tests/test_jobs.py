@@ -411,6 +411,7 @@ def test_times_are_those_of_the_kind_and_not_rqs(alone: Place) -> None:
     """BB-76: RQ's own are 180 s for a job, 500 s for its result, a year for a failure."""
     job = Job.fetch(alone.put("abc", timeout=240), connection=alone.jobs.client, serializer=JSONSerializer)
     assert (job.timeout, job.result_ttl, job.failure_ttl) == (240, 3600, 3600)
+    assert Job.fetch(alone.put("abc", timeout=2.5), job.connection, serializer=JSONSerializer).timeout == 3
     id = alone.jobs.put(EVAL, "20", {"version": 1}, timeout=7200)
     job = Job.fetch(id, connection=alone.jobs.client, serializer=JSONSerializer)
     assert (job.timeout, job.result_ttl, job.ttl, job.retries_left) == (7200, 7 * 86400, None, 2)
