@@ -95,10 +95,11 @@ class Drain:
             self.hand.clear()
             return None
         ages = [age for age in map(limit.age, groups) if age is not None]
+        filtered = self.sample_filter(groups)  # while they are in hand: what fails here is trained on nowhere
         counts, self.counts = dict(self.counts), Counter()
         self.hand.clear()
         return Batch(
-            groups=self.sample_filter(groups),
+            groups=filtered,
             waited=time.monotonic() - began,
             counts=counts,
             staleness=statistics(ages),

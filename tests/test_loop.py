@@ -13,7 +13,7 @@ from make import crew, feed, feeding, loop_of, metrics, run, train
 from rig import Rig
 
 from pipeline.audit import audit
-from pipeline.errors import GroupError, Starved, Stopped, WorkerFailed
+from pipeline.errors import GroupError, MillpondError, Starved, Stopped, WorkerFailed
 from pipeline.fenced import TrainerBroker
 from pipeline.types import Group
 from producers.engines.echo import EchoEngine
@@ -292,6 +292,18 @@ def test_a_group_of_the_wrong_size_ends_the_run_after_what_was_trained_is_saved(
         run(loop)
     assert saved(tmp_path) == [3]
     assert status(real) == ("failed", "prompt 7: 3 samples")
+    assert holds(real)["committed"] == 6
+
+
+def test_the_groups_of_a_step_that_failed_are_in_no_checkpoint_and_not_committed(real: Rig, tmp_path: Path) -> None:
+    def fail() -> None:
+        raise GroupError("it must give a tensor")
+
+    feed(real, 40)
+    with crew(real, quick), pytest.raises(MillpondError, match="step 4: it must give a tensor"):
+        run(loop_of(real, tmp_path, Watched(at_3=fail), save_interval=2))
+    assert saved(tmp_path) == [2]
+    assert holds(real)["committed"] == 4
 
 
 def test_a_starved_run_ends_as_failed_and_keeps_what_it_trained(real: Rig, tmp_path: Path) -> None:

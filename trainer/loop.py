@@ -15,7 +15,7 @@ from pathlib import Path
 from consumers.drain import Batch, Drain
 from consumers.staleness import Limit
 from pipeline.config import TrainConfig
-from pipeline.errors import GroupError, Starved, Stopped, WorkerFailed
+from pipeline.errors import GroupError, MillpondError, Starved, Stopped, WorkerFailed
 from pipeline.fenced import TrainerBroker
 from pipeline.types import Policy, Prompt
 from trainer import checkpoint, weights
@@ -92,7 +92,10 @@ class Loop:
         began = time.monotonic()
         exact = self.config.update_weights_interval == 1
         at = At(self.now.version, self.now.lineage, exact)
-        figures = self.backend.train(batch.groups, self.now.step, at)
+        try:
+            figures = self.backend.train(batch.groups, self.now.step, at)
+        except GroupError as error:  # half a step is in no checkpoint, nor are its groups
+            raise MillpondError(f"step {self.now.step + 1}: {error}") from error
         trained = time.monotonic() - began
         self.now = replace(self.now, step=self.now.step + 1)
         self.report.count()
