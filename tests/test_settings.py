@@ -163,6 +163,17 @@ def test_what_a_checkpoint_or_a_waiting_group_is_may_not_change(
     assert (tmp_path / "trainer.toml").read_text() == before
 
 
+def test_adapters_go_on_upon_the_model_that_they_were_trained_upon(tmp_path: Path) -> None:
+    values = {"train_backend": "torch", "hf_checkpoint": tmp_path / "a"}
+    resolved(tmp_path, lora_rank=8, **values)
+    for folder, adapters in ((tmp_path / "b" / ".." / "a", True), (tmp_path / "b", False)):
+        found = settings.changed(train_config(lora_rank=8, **values | {"hf_checkpoint": folder}), tmp_path)
+        assert [change.name for change in found] == ["hf_checkpoint"]
+        settings.refuse(found, True, adapters)
+    with pytest.raises(UsageError, match=r"--resume with --hf-checkpoint .*a -> .*b: the adapters in a checkpoint"):
+        settings.refuse(found, True, True)
+
+
 def test_the_digest_of_what_is_agreed_tells_settings_of_workers_apart_and_no_others() -> None:
     told = modes.agreed(train_config()).digest
     assert told

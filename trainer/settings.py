@@ -30,6 +30,9 @@ REFUSED = {
 }
 "Never on a resume from a checkpoint, and why."
 
+BASE = {"hf_checkpoint": "the adapters in a checkpoint were trained upon that model"}
+"Nor this, where adapters are trained; another path to the same folder is no change."
+
 BOUNDS = {"max_prompt_attempts", "rollout_group_timeout", "rollout_batch_size"}
 MADE = ({*Rollout.model_fields} - BOUNDS) | {*CODE, "group_rm"}
 "What decides how groups are made and scored."
@@ -43,12 +46,19 @@ def changed(config: TrainConfig, folder: Path) -> list[Change]:
     return found
 
 
-def refuse(changes: list[Change], loaded: bool) -> None:
-    """UsageError naming what may not change; `loaded`: a checkpoint is gone on from."""
-    said = [f"--resume with {change}: {REFUSED[change.name]}" for change in changes if change.name in REFUSED]
+def refuse(changes: list[Change], loaded: bool, adapters: bool) -> None:
+    """UsageError naming what may not change; `loaded`: a checkpoint is gone on from, `adapters`: which holds those."""
+    rules = REFUSED | (BASE if adapters else {})
+    found = [change for change in changes if change.name in rules and not _same_folder(change)]
+    said = [f"--resume with {change}: {rules[change.name]}" for change in found]
     if said and loaded:
-        names = ", ".join(flag(change.name) for change in changes if change.name in REFUSED)
+        names = ", ".join(flag(change.name) for change in found)
         raise UsageError("\n".join([*said, f"give the same {names} again, or begin another run with --load"]))
+
+
+def _same_folder(change: Change) -> bool:
+    paths = [path.resolve() for path in (change.before, change.now) if isinstance(path, Path)]
+    return len(paths) == 2 and paths[0] == paths[1]
 
 
 def tell(changes: list[Change]) -> None:

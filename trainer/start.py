@@ -48,7 +48,7 @@ def begin(config: TrainConfig, broker: TrainerBroker, backend: Backend, folder: 
     _refuse(config, broker, folder, state)
     found = _load(config, folder)
     changed = settings.changed(config, folder) if config.goes_on else []
-    settings.refuse(changed, found is not None)
+    settings.refuse(changed, found is not None, config.lora_rank > 0)
     if found is None and broker.committed():
         raise UsageError(
             f"--resume: {broker.committed()} prompts of run {broker.keys.run} are committed, and {folder} has no "
