@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.sections import Fraction, Positive, PositiveFloat, Section, option
 
@@ -21,7 +21,7 @@ class Optimizing(Section):
     lr: PositiveFloat = option(1e-6, "learning rate")
     lr_warmup_iters: int = option(0, "optimizer steps of linear warm-up", ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine"] = option("constant", "how it falls after the warm-up")
-    lr_decay_iters: Positive | None = option(None, "optimizer steps until it has fallen (default: --num-rollout)")
+    lr_decay_iters: Positive | None = option(None, "optimizer steps until it has fallen (default: all of the run)")
     min_lr: float = option(0.0, "what it falls to", ge=0)
     weight_decay: float = option(0.0, "AdamW weight decay", ge=0)
     adam_beta1: Fraction = option(0.9, "AdamW beta 1")
@@ -91,9 +91,23 @@ def idle_decay(config: Optimizing) -> Rule:
     return config.lr_decay_style == "constant", "the learning rate is constant", ("lr_decay_iters", "min_lr")
 
 
-def refused_decay(config: Optimizing, num_rollout: int | None) -> Iterator[str]:
-    if config.lr_decay_style != "constant" and config.lr_decay_iters is None and num_rollout is None:
+def optimizer_steps(config: Any) -> int:
+    """Of a trainer's whole run, a minibatch each; 0 where --num-rollout does not end it."""
+    samples = config.rollout_batch_size * config.n_samples_per_prompt
+    found: int = (config.num_rollout or 0) * -(-samples // (config.global_batch_size or samples))
+    return found
+
+
+def refused_decay(config: Any) -> Iterator[str]:
+    """`config` is a trainer's."""
+    end = config.lr_decay_iters or optimizer_steps(config)
+    if config.lr_decay_style != "constant" and not end:
         yield f"--lr-decay-style {config.lr_decay_style} needs an end: give --lr-decay-iters, or --num-rollout"
+    elif config.lr_decay_style != "constant" and end <= config.lr_warmup_iters:
+        yield (
+            f"--lr-decay-style {config.lr_decay_style} ends after {end} optimizer steps, within the "
+            f"--lr-warmup-iters {config.lr_warmup_iters}: the learning rate would never fall"
+        )
     if config.min_lr > config.lr:
         yield f"--min-lr {config.min_lr} is above --lr {config.lr}"
 

@@ -155,7 +155,7 @@ def _training(config: Trained) -> Iterator[str]:
         )
     for theme in (algorithms, transport, lora, parallel, evaluation):
         yield from theme.refused(config)
-    yield from algorithms.refused_decay(config, config.num_rollout)
+    yield from algorithms.refused_decay(config)
     if config.num_rollout is None and config.num_epoch is None:
         yield "no end: give the training steps with --num-rollout, or passes over the prompts with --num-epoch"
 

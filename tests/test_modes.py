@@ -108,6 +108,7 @@ def test_what_nothing_here_does_is_refused_in_every_mode(
         (train(use_rs=True, rs_lower_bound=1.1), "--rs-lower-bound 1.1 is above --rs-upper-bound 1.01"),
         (train(advantage_estimator="reinforce_plus_plus", normalize_advantages=False), "or use rloo"),
         (train(num_rollout=None, num_epoch=1, lr_decay_style="cosine"), "needs an end"),
+        (train(lr_decay_style="cosine", lr_warmup_iters=3), "within the --lr-warmup-iters 3"),
         (train(lr=1e-3, lr_decay_style="linear", min_lr=1e-2), "--min-lr 0.01 is above --lr 0.001"),
         (train(num_rollout=None), "--num-rollout"),
         (run(num_rollout=None), "--num-epoch"),

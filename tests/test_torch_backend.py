@@ -306,6 +306,13 @@ def test_the_learning_rate_falls_after_the_warm_up(checkpoint: Path, style: str,
     assert found == pytest.approx([1e-3 * rate for rate in rates])
 
 
+def test_the_learning_rate_falls_over_all_minibatches_of_the_run(checkpoint: Path) -> None:
+    sizes = {"num_rollout": 3, "rollout_batch_size": 4, "n_samples_per_prompt": 4, "global_batch_size": 7}
+    trained = backend(checkpoint, lr_decay_style="linear", **sizes)  # 3 optimizer steps each, the last of 2 samples
+    found = [trained.train(random_groups(4, 4), step)["train/lr"] for step in range(3)]
+    assert found == pytest.approx([1e-3, 1e-3 * 6 / 9, 1e-3 * 3 / 9])
+
+
 def masked(reason: str) -> list[Group]:
     q, empty = sequence([3, 4], [5, 6]), sequence([3, 4], [])
     members = {

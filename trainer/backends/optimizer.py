@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from pipeline.algorithms import optimizer_steps
 from pipeline.config import TrainConfig
 from trainer.backends.sharded import fill, whole
 from trainer.backends.state import Saved
@@ -20,7 +21,7 @@ def rate(config: TrainConfig, updates: int) -> float:
     warmup = config.lr_warmup_iters
     if updates < warmup:
         return config.lr * (updates + 1) / warmup
-    last = config.lr_decay_iters or config.num_rollout or 0
+    last = config.lr_decay_iters or optimizer_steps(config)
     if config.lr_decay_style == "constant" or last <= warmup:
         return config.lr
     done = min(1.0, (updates - warmup) / (last - warmup))
