@@ -189,6 +189,21 @@ def test_sequences_too_far_from_their_sampler_are_left_out(checkpoint: Path) -> 
     assert most["train/grad_norm"] > 0
 
 
+def test_a_batch_that_is_rejected_as_a_whole_moves_no_weight_by_a_bit(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = {"use_rs": True, "rs_lower_bound": 0.0, "rs_upper_bound": 1e6, "entropy_coef": 0.0, "weight_decay": 0.1}
+    trained = backend(checkpoint, **rules)
+    assert trained.train(random_groups(2, 4), 0)["train/optimizer_steps"] == 1  # from here on Adam has momentum
+    before = weights(trained, tmp_path / "before")
+    far = sequence([3, 4], [5, 6], logprob=-50.0)
+    figures = trained.train([group(0, *(sample(i, float(i), far) for i in range(2)))], 1)
+    assert figures["train/rs_maskfrac"] == 1
+    assert figures["train/optimizer_steps"] == figures["train/skipped"] == 0
+    assert "no update: the gradient is 0" in caplog.text
+    assert same(before, weights(trained, tmp_path / "after"))
+
+
 def test_shuffled_groups_change_nothing(checkpoint: Path, tmp_path: Path) -> None:
     groups = random_groups(6, 4)
     one, other = (backend(checkpoint, global_batch_size=10) for _ in range(2))
@@ -335,6 +350,7 @@ def test_a_masked_batch_moves_no_weight_by_a_bit(
         metrics = trained.train(masked(reason), 1)
     assert same(before, weights(trained, tmp_path / "after"))
     assert metrics["train/loss"] == metrics["train/grad_norm"] == metrics["train/skipped"] == 0
+    assert metrics["train/optimizer_steps"] == 0
     assert metrics["train/masked_samples"] == 2
     assert "masked" in caplog.text
     assert trained.train(random_groups(2, 4), 2)["train/lr"] == pytest.approx(2e-4)

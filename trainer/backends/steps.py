@@ -97,15 +97,16 @@ class Steps:
         results = [self._minibatch(*parts, step) for parts in zip(minis, shares, olds, strict=True)]
         done = [(_count(mini), *result) for mini, result in zip(minis, results, strict=True) if result is not None]
         tokens = max(1, sum(count for count, _, _ in done))
+        norms = [norm for _, _, norm in done if norm > 0]
         sums = sum((total for _, total, _ in done), torch.zeros(self._objective.size))
         by_age = self._objective.by_age(sums)
         self._mismatch.look(by_age, at)
         means = zip(names, sums.tolist(), strict=False)
         return {f"train/{name}": value / tokens for name, value in means} | {
             **by_age,
-            "train/grad_norm": sum(norm for _, _, norm in done) / max(1, len(done)),
+            "train/grad_norm": sum(norms) / max(1, len(norms)),
             "train/lr": lr,
-            "train/optimizer_steps": float(len(done)),
+            "train/optimizer_steps": float(len(norms)),
             "train/skipped": float(len(results) - len(done)),
             "train/masked_samples": float(sum(not unit.rows for unit in found)),
             **({"train/kl": float(np.concatenate([*penalties.values()]).mean()) / config.kl_coef} if penalties else {}),
@@ -116,7 +117,8 @@ class Steps:
     ) -> tuple[Tensor, float] | None:
         """One optimizer step. Returns sums of the figures and the gradient norm, None where they are not finite.
 
-        With nothing to learn there is no backward pass: on gradients of 0 momentum and decay would move the weights.
+        With nothing to learn there is no backward pass, and on a gradient of 0 no update: momentum and decay would
+        move the weights.
         """
         count, learn = _count(mini), self._objective.learns(mini)
         if not learn:
@@ -125,7 +127,9 @@ class Steps:
         total = self._model.total(sum((f.detach().cpu() for f in found), torch.zeros(self._objective.size)))
         norm = self._model.clip() if learn else 0.0
         finite = math.isfinite(norm) and bool(total.isfinite().all())
-        if learn and finite:
+        if learn and norm == 0:
+            log.warning("step %d: no update: the gradient is 0, as where all tokens are clipped or rejected", step)
+        if finite and norm > 0:
             self._model.update()
             self._bad = 0
         self._model.forget()
