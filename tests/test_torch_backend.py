@@ -22,6 +22,8 @@ from trainer.advantages import ESTIMATORS, grpo
 from trainer.backends import build, state
 from trainer.backends.base import At
 from trainer.backends.torch import TorchBackend
+from trainer.batch import Passes, share, units
+from trainer.objective import Objective, Told
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +180,17 @@ def test_importance_weights_may_be_the_users_own(checkpoint: Path) -> None:
     assert half["train/tis_clipfrac"] == 1
     with pytest.raises(GroupError, match=r"scalar: it must give a tensor of .* gave float"):
         backend(checkpoint, custom_tis_function_path=f"{__name__}.scalar").train(groups, 0)
+
+
+def highest(old: torch.Tensor, rollout: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(old) / (old - rollout).exp().max()
+
+
+def test_own_importance_weights_are_not_asked_for_where_a_rank_has_no_token(checkpoint: Path) -> None:
+    (micro,) = share(units(random_groups(1, 1)), Passes(40), 1, 2)
+    config = TrainConfig(custom_tis_function_path=f"{__name__}.highest")
+    nothing = torch.zeros(0)
+    assert not Objective(config, True).sums(micro, Told(nothing, nothing, None, None), 1).any()
 
 
 def test_sequences_too_far_from_their_sampler_are_left_out(checkpoint: Path) -> None:
@@ -454,6 +467,9 @@ def test_a_state_that_is_missing_or_of_another_model_is_refused(checkpoint: Path
     (tmp_path / "state-00001.safetensors").write_bytes(b"junk")
     with pytest.raises(WeightsError, match="missing or damaged"):
         trained.load(tmp_path)
+    (tmp_path / "state.json").write_text('{"megatron": "0.16", "updates": 2}')
+    with pytest.raises(WeightsError, match="of --train-backend megatron"):
+        trained.load(tmp_path)
 
 
 def test_a_large_state_is_written_in_files_of_bounded_size(tmp_path: Path) -> None:
@@ -487,6 +503,11 @@ def test_a_folder_without_a_model_is_refused_with_the_flag(tmp_path: Path, prese
         (tmp_path / "config.json").write_text('{"model_type": "no such thing"}')
     with pytest.raises(UsageError, match="--hf-checkpoint"):
         backend(tmp_path)
+
+
+def test_a_reference_that_is_no_model_is_refused_with_its_own_flag(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"^--ref-load {tmp_path}: no folder with a Hugging Face model"):
+        backend(checkpoint, use_kl_loss=True, ref_load=tmp_path)
 
 
 def test_a_device_that_is_not_there_is_refused_with_the_flag(checkpoint: Path) -> None:

@@ -126,7 +126,7 @@ class Objective:
 
     def _importance(self, old: Tensor, micro: Microbatch) -> tuple[Tensor, Tensor]:
         weights, ratio = correction.importance(old, micro.logprobs, micro.lengths, self._rule)
-        if self._custom is None:
+        if self._custom is None or not len(old):  # a pass that only keeps other ranks company has no token
             return weights, ratio
         own = self._custom(old.detach(), micro.logprobs, micro.lengths)
         if not isinstance(own, Tensor) or own.shape != old.shape:

@@ -41,9 +41,11 @@ class Form:
 class CausalModel:
     """It stays in eval mode: dropout would make its probabilities other ones than the sampler's."""
 
-    def __init__(self, folder: Path | None, device: torch.device, form: Form = Form()) -> None:
-        """Errors: UsageError."""
-        self._folder, self.module, self._dtype = _load(folder)
+    def __init__(
+        self, folder: Path | None, device: torch.device, form: Form = Form(), flag: str = "--hf-checkpoint"
+    ) -> None:
+        """`flag` named the folder. Errors: UsageError."""
+        self._folder, self.module, self._dtype = _load(folder, flag)
         self.form = form
         if form.adapters:
             lora.adapt(self.module, form.adapters)
@@ -57,7 +59,7 @@ class CausalModel:
         self._positions = torch.empty(0, dtype=torch.int64)
         head = self.module.get_output_embeddings()
         if head is None:
-            raise UsageError(f"--hf-checkpoint {folder}: {type(self.module).__name__} has no output head to train")
+            raise UsageError(f"{flag} {folder}: {type(self.module).__name__} has no output head to train")
         head.register_forward_pre_hook(self._keep)
 
     def logits(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -125,7 +127,7 @@ class CausalModel:
         return (inputs[0].flatten(0, 1).index_select(0, self._positions).unsqueeze(0),)
 
 
-def _load(folder: Path | None, flag: str = "--hf-checkpoint") -> tuple[Path, Any, torch.dtype]:
+def _load(folder: Path | None, flag: str) -> tuple[Path, Any, torch.dtype]:
     """Folder, model in float32, and the dtype its checkpoint has."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging as chatter

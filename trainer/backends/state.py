@@ -50,6 +50,11 @@ class Saved:
         self.folder = folder
         try:
             self.facts: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            if "megatron" in self.facts:
+                raise WeightsError(
+                    f"{folder}: a training state of --train-backend megatron; go on with that, or give weights that it "
+                    "published"
+                )
             self._places: dict[str, str] = self.facts["tensors"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise WeightsError(f"{folder}: no training state: {error}") from error

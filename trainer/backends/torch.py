@@ -105,7 +105,9 @@ class TorchBackend:
         """The reference. UsageError where it is another kind of model."""
         if self._form.adapters and config.ref_load is None:
             return Bare(self._model)
-        model = CausalModel(config.ref_load or config.hf_checkpoint, self._device, replace(self._form, adapters=None))
+        flag = "--ref-load" if config.ref_load else "--hf-checkpoint"
+        folder = config.ref_load or config.hf_checkpoint
+        model = CausalModel(folder, self._device, replace(self._form, adapters=None), flag)
         model.module.requires_grad_(False)
         words = [m.module.get_output_embeddings().weight.shape[0] for m in (self._model, model)]
         if words[0] != words[1]:
