@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import Parts, Started, contiguous, eventually, steps
+from processes import Parts, Stage, Started, contiguous, eventually, steps
 from ranks_script import main
 from safetensors.torch import load_file
 from trainer_groups import random_groups
@@ -167,6 +169,17 @@ def test_an_error_of_rank_0_reaches_the_others_and_what_was_trained_is_saved(red
         said = train.ends(1, seconds=30)
         assert "KeyError: 'x'" in said
         assert parts.audit().places["committed"] >= 8
+
+
+def test_a_rank_that_waits_for_one_which_never_comes_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    """Rank 0 may have failed before they met; torchrun then waits half a minute for who does not listen."""
+    with Stage(tmp_path) as stage, socket.create_server(("127.0.0.1", 0)) as store:
+        env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.getsockname()[1])}
+        rank = stage.millpond("train", "--run", "x", "--device", "cpu", "--num-rollout", "1", **env)
+        store.settimeout(60)
+        with store.accept()[0]:
+            rank.kill(signal.SIGTERM)
+            assert rank.wait(30) == -signal.SIGTERM
 
 
 async def fail(parts: Parts) -> None:

@@ -82,12 +82,17 @@ def main(argv: list[str]) -> int:
 
 
 def _follow(config: TrainConfig, tis: bool) -> int:
-    """Another rank than 0: it ends when rank 0 says so, not when all of torchrun's processes are told to."""
-    for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, signal.SIG_IGN)
+    """Another rank than 0: once they have met it ends when rank 0 says so, not when torchrun tells all its processes
+    to. Before that at once: rank 0 may have failed, and a wait for it in torch hears no handler of Python's."""
+    _heed(signal.SIG_DFL)
     setup(f"trainer-{backends.rank()}", None)
-    backends.follow(config, tis)
+    backends.follow(config, tis, lambda: _heed(signal.SIG_IGN))
     return 0
+
+
+def _heed(how: signal.Handlers) -> None:
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, how)
 
 
 def _announce(

@@ -80,10 +80,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def follow(config: TrainConfig, tis: bool) -> None:
-    """What every rank but 0 does: as rank 0 tells it, to the end."""
+def follow(config: TrainConfig, tis: bool, met: Callable[[], None] = lambda: None) -> None:
+    """What every rank but 0 does: as rank 0 tells it, to the end. `met` is called once it is there to be told."""
     from trainer import lead
 
     own, ranks = _builder(config)(config, tis)
+    met()
     if ranks is not None:  # a backend of one process has refused by now
         lead.follow(own, ranks)
