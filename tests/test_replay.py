@@ -125,6 +125,7 @@ def test_a_replay_gives_the_figures_of_the_run_that_are_not_times(real: Rig, tmp
     again = [{k: v for k, v in line.items() if k.startswith(("rollout/", "train/"))} for line in replayed(tmp_path)]
     assert again == was
     assert len(was) == 4
+    assert stat.S_IMODE((tmp_path / "replayed" / "weights").stat().st_mode) == 0o700
 
 
 def test_a_replay_may_be_shorter_and_begin_at_a_checkpoint(real: Rig, tmp_path: Path) -> None:

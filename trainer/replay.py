@@ -117,7 +117,8 @@ def train(job: Job, backend: Backend, out: Path) -> None:
         if job.own.load:
             backend.load(job.own.load / "model")
         version = _replay(job, backend, out)
-        (out / "weights" / ".new").mkdir(mode=0o700, parents=True)
+        for folder in (out / "weights", out / "weights" / ".new"):
+            folder.mkdir(mode=0o700)
         with made(out / "weights" / ".new", out / "weights" / f"{version:08d}"):
             backend.save_weights(out / "weights" / ".new")
     finally:
