@@ -49,7 +49,7 @@ class Meant:
     """What a word on the command line means."""
 
     run: Path | None = None
-    "folder whose config.toml goes before the defaults"
+    "folder whose options go before the defaults"
     checkpoint: Path | None = None
 
 
@@ -72,7 +72,7 @@ def _main(argv: list[str]) -> int:
     meant = _meant(Path(word)) if word else Meant()
     if word and meant == Meant():
         flags = ["--hf-checkpoint", word, *flags]
-    preset = str(meant.run / "config") if meant.run else None
+    preset = str(meant.run / _settings(meant.run)) if meant.run else None
     config = parse(EvalConfig, [*_aside(meant.run, flags), *flags], os.environ, "millpond eval", preset)
     check(config)
     if config.eval_prompt_data is None and config.eval_function_path is None:
@@ -99,8 +99,10 @@ def _meant(path: Path) -> Meant:
         path = RUNS / path
     path = path.resolve()
     if (path / "state.json").is_file() and (path / "model").is_dir():
+        if not _settings(path.parents[1]):
+            raise UsageError(f"{path}: a checkpoint is evaluated where its run is, and {path.parents[1]} is none")
         return Meant(path.parents[1], path)
-    if (path / "config.toml").is_file():
+    if _settings(path):
         found = sorted(p for p in (path / "checkpoints").glob("[0-9]*") if p.name.isdigit())
         if not found:
             raise UsageError(f"{path} has no checkpoint yet; a folder under weights/ can be evaluated as well")
@@ -108,6 +110,11 @@ def _meant(path: Path) -> Meant:
     if not (path / "config.json").is_file():
         raise UsageError(f"{path}: neither a run, nor a checkpoint, nor a model's folder")
     return Meant()
+
+
+def _settings(run: Path) -> str:
+    """The name of the file with a run's options, of `millpond run` or else `train`; empty where there is none."""
+    return next((name for name in ("config", "trainer") if (run / f"{name}.toml").is_file()), "")
 
 
 def _aside(run: Path | None, flags: Sequence[str]) -> list[str]:

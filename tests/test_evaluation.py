@@ -479,6 +479,15 @@ def test_a_model_and_a_checkpoint_are_evaluated_by_hand(
     for found in (of_model, first, of_run, of_point):
         del found["eval/seconds"]
     assert of_run == of_point == of_model != first
+    (run / "config.toml").rename(tmp_path / "config.toml")  # and a run whose parts were started by hand
+    fields = {name: getattr(config, name) for name in TrainConfig.model_fields if name in RunConfig.model_fields}
+    (run / "trainer.toml").write_text(flags.dump(TrainConfig(**fields)))
+    again = shown(capsys, point, *how)
+    assert {**again, "eval/seconds": 0} == {**of_run, "eval/seconds": 0}
+    (run / "trainer.toml").rename(tmp_path / "trainer.toml")
+    with pytest.raises(UsageError, match=r"a checkpoint is evaluated where its run is, and .*run is none"):
+        main([str(point), *map(str, how)])
+    (tmp_path / "config.toml").rename(run / "config.toml")
     state.write(point / "model", [("model.a", torch.ones(1))], {"lora": {"rank": 8}})
     for broken in ("only adapters", "No such file"):
         with pytest.raises(
