@@ -152,7 +152,10 @@ def test_a_replay_of_a_run_that_began_with_other_weights_asks_for_them(tmp_path:
     archive.write(tmp_path / archive.name_of(1), archive.Record(1, 1, (), True, {}, options), [])
     with pytest.raises(UsageError, match=r"was begun with --load .*other: give its checkpoint of step 0"):
         replay.asked([str(tmp_path)], {})
-    assert replay.asked([str(tmp_path), "--hf-checkpoint", str(tmp_path / "other")], {}).steps == [1]
+    words = [str(tmp_path), "--hf-checkpoint", str(tmp_path / "other"), "--out", str(tmp_path / "out")]
+    assert replay.asked(words, {}).steps == [1]
+    assert cli.main(["replay", *words]) == 2  # there is no such model
+    assert not any((tmp_path / "out").iterdir())
 
 
 def test_options_that_changed_within_a_run_are_told_of(

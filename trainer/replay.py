@@ -83,10 +83,11 @@ def main(argv: list[str]) -> int:
         backends.follow(job.config, tis)
         return 0
     out = _out(job.own)
+    backend = backends.build(job.config, tis)  # what it refuses leaves an empty folder, which can be given again
     setup("replay", out)
     for warning in warnings:
         log.warning(warning)
-    train(job, backends.build(job.config, tis), out)
+    train(job, backend, out)
     return 0
 
 
