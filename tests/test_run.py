@@ -240,6 +240,19 @@ def test_a_start_that_failed_early_is_done_again_by_the_same_command(tmp_path: P
         started(stage, out, rows=8).ends(0)
 
 
+def test_a_checkpoint_of_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    with Stage(tmp_path) as stage:
+        for out in (one, two):
+            started(stage, out, "--num-rollout", "2", "--save-interval", "2").ends(0)
+        other = one / "checkpoints" / "00000002"
+        said = stage.millpond("run", "--resume", "--out", two, "--load", other, "--num-rollout", "4").ends(2)
+        assert "that checkpoint is run one's" in said
+        stage.millpond("run", "--resume", "--out", two, "--num-rollout", "3").ends(0)
+        audited(stage, two)
+    assert contiguous(steps(two)) == 3
+
+
 def test_a_trainer_killed_after_a_load_goes_on_from_what_it_saved_since(tmp_path: Path) -> None:
     out = tmp_path / "run"
     checkpoints = out / "checkpoints"

@@ -90,6 +90,11 @@ def _refuse(config: TrainConfig, broker: TrainerBroker, folder: Path, state: dic
         raise UsageError(
             f"{folder} is the folder of run {other}: give run {run} another --out, or go on with --run {other}"
         )
+    if config.resume and config.load and (other := owner(config.load.resolve().parents[1])) not in (None, run):
+        raise UsageError(
+            f"--resume with --load {config.load}: that checkpoint is run {other}'s, and so are the prompts it has "
+            "trained on; give one of this run, or start a new run from its weights (without --resume)"
+        )
     kept = archive_of(config, folder)
     if kept and ((other := owner(kept)) not in (None, run) or (steps(kept) and not config.goes_on)):
         raise RunExists(
