@@ -346,7 +346,7 @@ def test_the_default_task_is_learned_from_a_real_server(server: Server, tmp_path
             *(stage, server, out, "--prompt-data", data, "--rollout-shuffle", "--num-rollout", "90", *rules),
             *("--entropy-coef", "0.02", "--eps-clip-high", "0.28", "--rollout-max-response-len", "5"),
         )
-        run.ends(0, seconds=400)
+        run.ends(0, seconds=540)
         places = audited(stage, out)
     lines = steps(out)
     assert contiguous(lines) == 90
