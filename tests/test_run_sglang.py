@@ -81,7 +81,7 @@ def test_a_prompt_of_which_one_sample_fails_goes_round_with_a_strike(
         bench.fake.order("/generate", lambda reply: reply)  # the greeting
         bench.fake.order("/generate", what)
     feed(real, 3)
-    bench.run(lambda: bench.all_queued(3), seconds=0.5)
+    bench.run(lambda: bench.all_queued(3), seconds=3.0 if what == "stall" else 20.0)
     assert sum(group.prompt.strikes for group in bench.queued) == real.counter(f"strikes:{reason}") == 1
     for group in bench.queued:
         assert [len(sample.sequences[0].tokens) > 0 for sample in group.samples] == [True] * 8
