@@ -60,8 +60,9 @@ def generate(argv: list[str]) -> int:
     check(config)
     found = join(config)
     setup(f"generator-{os.getpid()}", found.folder)
-    verified(found, "worker", config.redis_patience).close()
-    code = asyncio.run(_generate(config, found))
+    first = verified(found, "worker", config.redis_patience)
+    first.close()
+    code = asyncio.run(_generate(config, found, first.stop))
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
         log.warning("a reward function is still running; it is not waited for")
         logging.shutdown()
@@ -79,10 +80,13 @@ def verified(found: Place, name: str, patience: float) -> Broker:
     return broker
 
 
-async def _generate(config: GenerateConfig, found: Place) -> int:
+async def _generate(config: GenerateConfig, found: Place, asked: threading.Event) -> int:
+    """`asked`: to stop, before there was anything here to tell."""
     worker = new_worker_id()
     broker = WorkerBroker(found.url, Keys(found.run), worker, config.redis_patience)
     _on_signals(broker.stop.set)
+    if asked.is_set():
+        broker.stop.set()
     try:
         while (rules := await _rules(broker, config)) is not None:
             async with (
