@@ -94,6 +94,8 @@ async def _generate(config: GenerateConfig, found: Place, asked: threading.Event
                 _generator(broker, config, rules, found, scorer) as generator,
             ):
                 _on_signals(generator.halt)
+                if broker.stop.is_set():  # before the generator could be told
+                    generator.halt()
                 changed = await generator.run()
             if not changed:
                 break

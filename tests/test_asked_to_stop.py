@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,11 @@ from test_run_sglang import model
 
 from pipeline.causes import causes
 from pipeline.code import digest
+from pipeline.config import GenerateConfig
+from pipeline.flags import parse
 from pipeline.glance import look
+from pipeline.join import Place
+from producers import cli
 
 GRACE = 60.0
 "Seconds; orchestrators give 30, on machines that are less busy."
@@ -56,6 +62,15 @@ def test_who_waits_for_a_trainer_or_for_groups_ends(redis_url: str, tmp_path: Pa
         eventually(lambda: run.broker.state().get("doing") == "waiting for groups", "a trainer that waits")
         assert "asked to stop" in stopped(trainer, 130)
         assert run.broker.state()["status"] == "draining"
+
+
+def test_a_stop_before_there_was_anything_to_tell_is_heard(real: Rig) -> None:
+    """A signal that came between a process's first connection and its event loop."""
+    words = [*GENERATE[1:], "--run", real.keys.run, "--redis-url", real.url]
+    asked = threading.Event()
+    asked.set()
+    generating = cli._generate(parse(GenerateConfig, words, {}, "test"), Place(real.url, real.keys.run, None), asked)
+    assert asyncio.run(asyncio.wait_for(generating, 30)) == 0
 
 
 def connected(run: Parts, role: str) -> bool:

@@ -5,7 +5,6 @@ They come out of the trainer's workshop like all that it puts in place (trainer.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from pipeline.errors import MillpondError
 from pipeline.flags import plain
 from pipeline.types import Group
 from trainer.backends.base import At
-from trainer.workshop import Workshop
+from trainer.workshop import Workshop, fsync
 
 
 def archive_of(config: TrainConfig, folder: Path) -> Path | None:
@@ -55,14 +54,6 @@ class Keeper:
         try:
             archive.write(self.shop.folder / name, record, [encode(group) for group in groups])
             (self.shop.folder / name).replace(self.shop.root / name)
-            _fsync(self.shop.root)
+            fsync(self.shop.root)
         except OSError as error:
             raise MillpondError(f"--archive: {self.shop.root / name}: {error.strerror}") from error
-
-
-def _fsync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

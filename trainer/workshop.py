@@ -71,7 +71,7 @@ def made(folder: Path, final: Path) -> Iterator[None]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    _fsync(final.parent)
+    fsync(final.parent)
 
 
 def claim(folder: Path, broker: TrainerBroker, *more: Path) -> None:
@@ -116,11 +116,11 @@ def _settle(folder: Path) -> None:
     """Private and on the disk, every file before its folder."""
     for path in sorted(folder.rglob("*"), reverse=True):
         path.chmod(0o700 if path.is_dir() else 0o600)
-        _fsync(path)
-    _fsync(folder)
+        fsync(path)
+    fsync(folder)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
