@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -198,7 +199,7 @@ def generate(rig: Rig, play: str | None) -> int:
         server_concurrency=4,
         custom_generate_function_path=play and f"{__name__}.{play}",
     )
-    return asyncio.run(cli._generate(config, Place(rig.url, rig.keys.run, None)))
+    return asyncio.run(cli._generate(config, Place(rig.url, rig.keys.run, None), threading.Event()))
 
 
 def code(play: str) -> dict[str, str]:

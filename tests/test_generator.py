@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import signal
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -910,7 +911,7 @@ def reward_of_text(given: RewardInput) -> Any:
 def generate(rig: Rig, rm: str, **fields: Any) -> int:
     """A whole `millpond generate`, flags read already."""
     config = GenerateConfig(engine="echo", custom_rm_path=f"{__name__}.{rm}", server_concurrency=4, **fields)
-    return asyncio.run(cli._generate(config, Place(rig.url, rig.keys.run, None)))
+    return asyncio.run(cli._generate(config, Place(rig.url, rig.keys.run, None), threading.Event()))
 
 
 @pytest.mark.parametrize(
