@@ -4,11 +4,13 @@
 Precedence: flag, environment, file, preset, default. Values travel as text to the model, which alone decides what is
 allowed, so a mistake reads the same wherever it stands, and names where. An empty value unsets an optional field, and
 so does `none` where the field is no text; an empty variable counts as not given. One file and one environment serve all
-roles: fields of other roles are passed over; what no role knows is an error in a file, a warning in the environment.
+roles: fields of other roles are passed over; what no role knows is an error in a file, and in the environment where it
+is near to a name that one knows, else a warning.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import logging
@@ -31,8 +33,13 @@ from pipeline.options import closest, flag, kinds, optional, read, titled
 S = TypeVar("S", bound=Section)
 
 PREFIX = "MILLPOND_"
-OTHER_VARIABLES = ("MILLPOND_CONFIG", "MILLPOND_REDIS_SERVER", "MILLPOND_SUPERVISED")
-"MILLPOND_* that are no fields"
+OTHER_VARIABLES = (
+    *("MILLPOND_CONFIG", "MILLPOND_REDIS_SERVER", "MILLPOND_SUPERVISED", "MILLPOND_CI"),
+    *("MILLPOND_SGLANG_VENV", "MILLPOND_TRACKER_TIMEOUT"),
+)
+"MILLPOND_* that are no role's fields"
+NEAR = 0.75
+"How like a field's name an unknown variable must be to be taken for a slip; there may be others' under our prefix."
 SECRET = frozenset({"redis_url", "engine_api_key", "rm_api_key", "wandb_key"})
 ONCE = frozenset({"out", "resume", "auto_resume", "take_over", "wait", "load"})
 "Fields that say how or where a start is made, and nothing of what the run is."
@@ -147,14 +154,30 @@ def _from_flags(flags: Mapping[str, str | bool]) -> Layer:
 
 def _from_environ(model: type[Section], environ: Mapping[str, str]) -> Layer:
     fields = {PREFIX + name.strip("_").upper(): name for name in _known(model)}
-    for variable in environ:
-        if variable.startswith(PREFIX) and variable not in fields and variable not in OTHER_VARIABLES:
-            log.warning("%s is not used%s", variable, closest(variable, [*fields, *OTHER_VARIABLES], "millpond run"))
+    for variable, value in environ.items():
+        known = variable in fields or variable in OTHER_VARIABLES or _of_kubernetes(variable, value)
+        if variable.startswith(PREFIX) and value and not known:
+            _unknown(variable, fields)
     return {
         name: _given(name, environ[variable], variable, f"={environ[variable]}")
         for variable, name in fields.items()
         if environ.get(variable)
     }
+
+
+def _unknown(variable: str, fields: Mapping[str, str]) -> None:
+    """UsageError where it looks like a slip, else a warning."""
+    names = [name.removeprefix(PREFIX) for name in fields]
+    if near := difflib.get_close_matches(variable.removeprefix(PREFIX), names, 1, NEAR):
+        raise UsageError(
+            f"unknown variable {variable}; did you mean {PREFIX}{near[0]}? Unset it if it is not meant for Millpond"
+        )
+    log.warning("%s is not used: no option has that name; see millpond run --help", variable)
+
+
+def _of_kubernetes(variable: str, value: str) -> bool:
+    """What it puts into every pod for a Service whose name begins with `millpond-`."""
+    return re.search(r"_SERVICE_|_PORT_\d", variable) is not None or ("://" in value and variable.endswith("_PORT"))
 
 
 def _from_file(model: type[Section], path: Path) -> Layer:

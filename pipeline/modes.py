@@ -78,13 +78,28 @@ def idle(config: Section) -> dict[str, str]:
     if isinstance(config, RunConfig):
         rules.append((config.redis_url is not None, "--redis-url names a server of your own", ("redis_durability",)))
     if isinstance(config, Engines):
-        echo = ("echo_latency", "echo_response_len", "echo_failure_rate", "echo_abort_rate")
-        rules.append((config.engine != "echo", "it belongs to --engine echo", echo))
-        sglang = ("engine_url", "engine_router_url")
-        rules.append((config.engine != "sglang", "it belongs to --engine sglang", sglang))
-        none = config.engine != "sglang" and getattr(config, "eval_engine_url", None) is None
-        rules.append((none, "it belongs to --engine sglang", ("engine_api_key", "engine_timeout")))
+        rules += _idle_engine(config)
     return {name: why for holds, why, names in rules if holds for name in names}
+
+
+def _idle_engine(config: Engines) -> list[tuple[bool, str, tuple[str, ...]]]:
+    echo = config.engine == "echo"
+    own = getattr(config, "eval_engine_url", None) is not None
+    torch = not isinstance(config, RunConfig) or config.train_backend != "echo" or config.debug_rollout_only
+    scripted = "--engine echo has no model, and its answers follow from the seed alone"
+    sampling = tuple(name for name in ("eval_temperature", "eval_top_p") if name in type(config).model_fields)
+    by_echo = echo and not own and getattr(config, "eval_function_path", None) is None
+    trained = ("hf_checkpoint", "device", "torch_threads", "rollout_temperature")
+    return [
+        (not echo, "it belongs to --engine echo", _ECHO),
+        (config.engine != "sglang", "it belongs to --engine sglang", ("engine_url", "engine_router_url")),
+        (config.engine != "sglang" and not own, "it belongs to --engine sglang", ("engine_api_key", "engine_timeout")),
+        (by_echo and not torch, f"{scripted}; nor has --train-backend echo", trained),
+        (by_echo, scripted, sampling),
+    ]
+
+
+_ECHO = ("echo_latency", "echo_response_len", "echo_failure_rate", "echo_abort_rate")
 
 
 def _idle_training(config: Trained) -> list[tuple[bool, str, tuple[str, ...]]]:

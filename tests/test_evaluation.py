@@ -500,7 +500,7 @@ def test_a_model_and_a_checkpoint_are_evaluated_by_hand(
     with pytest.raises(UsageError, match=r"--hf-checkpoint .*model1: No such file.*give the folder"):
         main([str(point), *map(str, how)])
     monkeypatch.delenv("MILLPOND_ENGINE_API_KEY")
-    assert shown(capsys, point, "--engine", "echo", "--eval-temperature", 0)["eval/a/samples"] == 40
+    assert shown(capsys, point, "--engine", "echo")["eval/a/samples"] == 40
 
 
 @pytest.mark.parametrize("how", ["--custom-rm-path", "--eval-function-path"])

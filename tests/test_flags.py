@@ -7,9 +7,22 @@ from typing import Any
 import pytest
 
 from pipeline import flags, modes
+from pipeline.audit import AuditLook
+from pipeline.bench import BenchConfig
 from pipeline.config import ROLES, FeedConfig, GenerateConfig, RunConfig, Section, TrainConfig, option
 from pipeline.errors import UsageError
+from pipeline.inspect import InspectLook
 from pipeline.log import mask
+from pipeline.purge import PurgeLook
+from pipeline.report import ReportLook
+from pipeline.status import StatusLook
+from pipeline.top import TopLook
+from pipeline.track import TrackLook
+from pipeline.why import WhyLook
+from producers.eval_cli import EvalConfig
+from producers.sglang_cpu.serve import ServeConfig
+
+FIELDS = {name for role in ROLES.values() for name in role.model_fields}
 
 
 def train(*argv: str, **environ: str) -> TrainConfig:
@@ -122,11 +135,40 @@ def test_one_file_and_one_environment_serve_all_roles(tmp_path: Path) -> None:
         flags.parse(model, ["--config", file], {"MILLPOND_LR": "abc"} if model is FeedConfig else {}, "millpond")
 
 
-def test_a_variable_that_nobody_reads_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    train(MILLPOND_SAVE_INTERVALL="3", MILLPOND_REDIS_SERVER="/bin/x", MILLPOND_GENERATORS="2")
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [("SAVE_INTERVALL", "SAVE_INTERVAL"), ("SEDE", "SEED"), ("ENGINE_KEY", "ENGINE_API_KEY")],
+)
+def test_a_variable_that_looks_like_a_slip_is_an_error(variable: str, meant: str) -> None:
+    said = f"unknown variable MILLPOND_{variable}; did you mean MILLPOND_{meant}?"
+    assert mistake(**{f"MILLPOND_{variable}": "3"}).startswith(said)
+    train(**{f"MILLPOND_{variable}": ""})
+
+
+OTHERS = {
+    "MILLPOND_REDIS_SERVICE_HOST": "10.0.0.1",
+    "MILLPOND_REDIS_PORT": "tcp://10.0.0.1:6379",
+    "MILLPOND_PROMETHEUS_PORT_9100_TCP_PORT": "9100",
+    "MILLPOND_CI": "1",
+    "MILLPOND_REDIS_SERVER": "/bin/x",
+    "MILLPOND_SGLANG_VENV": "/opt/sglang",
+    "MILLPOND_GENERATORS": "2",
+}
+
+
+def test_a_variable_that_nobody_reads_is_a_warning_and_those_of_others_are_passed_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    train(MILLPOND_LEARNING_RATE="3", **OTHERS)
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-        "MILLPOND_SAVE_INTERVALL is not used; did you mean MILLPOND_SAVE_INTERVAL?"
+        "MILLPOND_LEARNING_RATE is not used: no option has that name; see millpond run --help"
     ]
+
+
+def test_what_one_command_reads_is_no_slip_for_the_others() -> None:
+    models = (TrackLook, WhyLook, ReportLook, StatusLook, TopLook, InspectLook, AuditLook, PurgeLook, BenchConfig)
+    for model in (*models, EvalConfig, ServeConfig):
+        train(**{f"MILLPOND_{name.strip('_').upper()}": "x" for name in model.model_fields if name not in FIELDS})
 
 
 def test_a_password_is_never_repeated(tmp_path: Path) -> None:

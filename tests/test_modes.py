@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.code import digest
-from pipeline.config import GenerateConfig, RunConfig, Section, TrainConfig
+from pipeline.config import GenerateConfig, RunConfig, Section, TrainConfig, WorkerConfig
 from pipeline.errors import UsageError
 from pipeline.modes import DRAIN, agreed, check, idle, open_prompts, resolve_rollout
+from producers.eval_cli import EvalConfig
 
 Build = Callable[..., TrainConfig]
 
@@ -154,6 +155,12 @@ def test_what_cannot_work_is_refused_with_a_remedy(config: Section, said: str) -
         (run(custom_rm_path="my.reward"), "rm_type"),
         (run(group_rm=True), "group_rm"),
         (run(redis_url="redis://host", redis_durability="always"), "redis_durability"),
+        (run(engine="echo", train_backend="echo", device="cpu"), "device"),
+        (run(engine="echo", train_backend="echo", hf_checkpoint=Path("model")), "hf_checkpoint"),
+        (run(engine="echo", train_backend="echo", rollout_temperature=0.5), "rollout_temperature"),
+        (run(engine="echo", eval_interval=20, eval_prompt_data="a x", eval_temperature=0.5), "eval_temperature"),
+        (WorkerConfig(engine="echo", rm_type="exact", engine_url="http://a:1"), "engine_url"),
+        (EvalConfig(engine="echo", rm_type="exact", eval_top_p=0.5), "eval_top_p"),
     ],
 )
 def test_an_option_that_does_nothing_is_refused(config: Section, name: str) -> None:
@@ -172,6 +179,10 @@ def test_an_option_that_does_nothing_is_refused(config: Section, name: str) -> N
         train(rollout_function_path="my.loop"),
         train(global_batch_size=256),
         run(engine="echo", echo_latency="1", redis_url="redis://host"),
+        run(engine="echo", device="cpu", rollout_temperature=0.5),
+        run(engine="echo", eval_interval=20, eval_prompt_data="a x", eval_top_p=0.5, eval_engine_url="http://a:1"),
+        run(engine="echo", eval_interval=20, eval_function_path="my.f", eval_temperature=0.5),
+        run(engine="echo", train_backend="echo", debug_rollout_only=True, hf_checkpoint=Path("model")),
         run(rm_type=None, custom_rm_path="my.reward", group_rm=True),
         run(**ASYNC, pause_generation_mode="in_place"),
         GenerateConfig(rm_type="exact"),
