@@ -1,7 +1,9 @@
 """The groups of one training step, or an error that says who is missing.
 
 Consumes finished groups; waits for a whole batch, a second at a time; is unblocked by a group, an alarm or the end of
-the data; produces a `Batch` whose every group is fresh enough at the moment it is handed over.
+the data; produces a `Batch` whose every group is fresh enough at the moment it is handed over. Where staleness is
+bounded it looks almost a batch ahead and hands over the oldest first: in the list, a slow group stands behind those of
+later versions that overtook it, and would be due one step too late.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Batch:
     "groups not handed over, by reason, since the last batch"
     staleness: dict[str, float]
     queue_size: int
-    "groups left in the list"
+    "finished groups left for later batches"
     last: bool
     "the data has ended"
 
@@ -77,10 +79,11 @@ class Drain:
         began = time.monotonic()
         self.heard = self.warned = self.broker.clock()
         self.broker.renew(doing=WAITS)
+        enough = 2 * self.rules.size - 1 if limit.max_staleness else self.rules.size
         while True:
             ended = False
             while len(self.hand) < self.rules.size and not ended:
-                if not self._take(self.rules.size - len(self.hand)):
+                if not self._take(enough - len(self.hand)):
                     ended = self._check().exhausted
                     if not ended:
                         self._patience()
@@ -89,7 +92,8 @@ class Drain:
                 return self._hand_over(limit, began, ended)
 
     def _hand_over(self, limit: Limit, began: float, ended: bool) -> Batch | None:
-        groups = [self.hand[id] for id in sorted(self.hand)]
+        oldest = sorted(self.hand, key=lambda id: -(limit.age(self.hand[id]) or 0))
+        groups = [self.hand[id] for id in sorted(oldest[: self.rules.size])]
         if ended and (not groups or self.rules.drop_last):
             self.broker.recycle([g.prompt for g in groups], "last_batch", "drop")
             self.hand.clear()
@@ -97,21 +101,26 @@ class Drain:
         ages = [age for age in map(limit.age, groups) if age is not None]
         filtered = self.sample_filter(groups)  # while they are in hand: what fails here is trained on nowhere
         counts, self.counts = dict(self.counts), Counter()
-        self.hand.clear()
+        for group in groups:
+            del self.hand[group.prompt.id]
         return Batch(
             groups=filtered,
             waited=time.monotonic() - began,
             counts=counts,
             staleness=statistics(ages),
-            queue_size=self.queued,
+            queue_size=self.queued + len(self.hand),
             last=ended,
         )
 
     def release(self) -> None:
-        """What is in hand and will not be handed over goes round again."""
-        if self.hand:
-            self.broker.recycle([group.prompt for group in self.hand.values()], "unused")
-            self.hand.clear()
+        """What was taken and will not be trained on goes round again."""
+        if unused := self.broker.ledger.unused():
+            self.broker.recycle(unused, "unused")
+        self.hand.clear()
+
+    def handed(self) -> list[int]:
+        """What has been handed over and not been released, trained on or not."""
+        return [id for id in self.broker.ledger.taken if id not in self.hand]
 
     # -- taking
 

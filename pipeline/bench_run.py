@@ -134,7 +134,7 @@ def _outcome(folder: Path, committed: bytes, rows: int) -> Outcome:
     trained = sum(count["prompts"][_prompt(i)] for i in range(rows) if get_bit(committed, i))
     return Outcome(
         step=(middle[-1]["time"] - middle[0]["time"]) / max(1, len(middle) - 1),
-        wasted=round(1 - trained / count["sampled"], 6),
+        wasted=round(1 - trained / count["sampled"], 6) + 0.0,  # never -0.0
         stale=sum(line["rollout/fully_async/stale_groups_filtered"] for line in lines),
         cancelled=count["cancelled"],
     )

@@ -235,6 +235,8 @@ class Agreed(Rollout):
     "digest of each dotted path or reward type a worker must have as well, by field name"
     bound: int
     "groups leased or unsettled at once (pipeline.room)"
+    slack: int = 0
+    "so many fewer while twice as many are unsettled"
     in_flight: int
     "groups leased at once over all workers, in samples // n"
     max_weight_staleness: int | None

@@ -15,6 +15,7 @@ from pipeline.keys import GROUP
 from pipeline.outage import passing
 from pipeline.overview import Caps, Failure, Overview, Prompts, Queues, Trainer, Worker
 from pipeline.replies import map_of, policy_of
+from pipeline.room import ahead
 from pipeline.show import text
 
 
@@ -129,13 +130,14 @@ def _queues(raw: Mapping[str, Any], pushed: int) -> Queues:
 
 
 def _caps(queues: Queues, config: Mapping[str, Any], spare: int, save_interval: str | int | None) -> Caps:
-    bound = config.get("bound")
+    bound, unsettled = config.get("bound"), queues.open - queues.trained
+    now = None if bound is None else ahead(bound, config.get("slack", 0), unsettled)
     return Caps(
         queue=config.get("queue_capacity"),
         queue_bytes=config.get("queue_max_bytes"),
         in_flight=config["in_flight"] + spare // config["n_samples_per_prompt"] if config else None,
-        bound=bound,
-        room=None if bound is None else bound - queues.in_flight - (queues.open - queues.trained),
+        bound=now,
+        room=None if now is None else now - queues.in_flight - unsettled,
         open=None
         if bound is None or save_interval is None
         else int(save_interval) * config["rollout_batch_size"] + bound,

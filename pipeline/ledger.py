@@ -25,6 +25,8 @@ class Ledger:
 
     taken: dict[int, Prompt] = field(default_factory=dict)
     "popped, and not yet published upon: in hand, or trained"
+    trained: set[int] = field(default_factory=set)
+    "those of them that the weights were trained on"
     published: dict[int, Prompt] = field(default_factory=dict)
     "a publication contains them, no checkpoint does yet"
     committed: bytearray = field(default_factory=bytearray)
@@ -45,14 +47,20 @@ class Ledger:
     def release(self, ids: Iterable[int]) -> None:
         for id in ids:
             self.taken.pop(id, None)
+            self.trained.discard(id)
+
+    def unused(self) -> list[Prompt]:
+        """Taken, and not trained on."""
+        return [p for id, p in self.taken.items() if id not in self.trained]
 
     def publish(self, ids: Iterable[int]) -> None:
         for id in ids:
             if id in self.taken:
                 self.published[id] = self.taken.pop(id)
+            self.trained.discard(id)
 
     def commit(self, ids: Iterable[int]) -> None:
         for id in ids:
             self.published.pop(id, None)
-            self.taken.pop(id, None)
+            self.release([id])
             set_bit(self.committed, id)

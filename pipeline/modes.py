@@ -14,7 +14,7 @@ from pipeline.code import digest
 from pipeline.config import Agreed, Engines, Rollout, RunConfig, Section, TrainConfig
 from pipeline.errors import UsageError
 from pipeline.options import flag
-from pipeline.room import bound
+from pipeline.room import bound, slack
 
 DRAIN = "consumers.drain.drain"
 "What gives the trainer its groups where the user names nothing else; in both modes."
@@ -226,14 +226,16 @@ def agreed(config: Trained) -> Agreed:
     unused = idle(config)
     named = {name: getattr(config, name) for name in CODE}
     samples = config.async_max_concurrent_samples
+    staleness = resolve_rollout(config).max_staleness
     rules = Agreed(
         **{name: getattr(config, name) for name in Rollout.model_fields},
         group_rm=config.group_rm,
         rm_place=config.rm_place,
         code={name: digest(path) for name, path in named.items() if path is not None and name not in unused},
         bound=_bound(config),
+        slack=slack(staleness, config.rollout_batch_size, config.update_weights_interval),
         in_flight=config.rollout_batch_size if samples is None else max(1, samples // config.n_samples_per_prompt),
-        max_weight_staleness=resolve_rollout(config).max_staleness,
+        max_weight_staleness=staleness,
         queue_capacity=_queue_capacity(config),
         queue_max_bytes=config.queue_max_bytes,
         max_group_bytes=config.max_group_bytes,

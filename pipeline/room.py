@@ -1,7 +1,8 @@
 """Admission: how far generation may run ahead of training, and how old a version is.
 
 `bound` is AReaL's staleness rule ((S + 1) batches not yet trained on) counted in groups; the lease script subtracts
-what is leased or unsettled from it.
+what is leased or unsettled from it. At that bound a group is due in the very last step that it may be trained in; so
+while the trainer has all that it needs, `slack` less may be ahead.
 """
 
 from __future__ import annotations
@@ -23,6 +24,17 @@ def bound(max_staleness: int | None, batch: int, interval: int, queue_capacity: 
             "--async-data-buffer-capacity-factor, or set --max-weight-staleness"
         )
     return queue_capacity
+
+
+def slack(max_staleness: int | None, batch: int, interval: int) -> int:
+    """Groups by which the bound is lower while twice as many are unsettled: those of a publication are trained on, and
+    those of the next are complete. Up to a staleness of 2 there would be nothing left to be in flight."""
+    return batch * interval if max_staleness is not None and max_staleness > 2 else 0
+
+
+def ahead(bound: int, slack: int, unsettled: int) -> int:
+    """Groups that may be leased or unsettled at once, as things stand."""
+    return bound - slack if unsettled >= 2 * slack else bound
 
 
 def lag(version: int | None, current: int, lineage: Sequence[tuple[int, int]] = ()) -> int | None:

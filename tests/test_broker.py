@@ -6,6 +6,7 @@ import pytest
 from rig import LIMIT, Rig, agreed, ids, message, policy, records
 
 from pipeline.errors import UsageError
+from pipeline.glance import look
 from pipeline.replies import Lease
 from pipeline.types import Prompt
 
@@ -71,6 +72,27 @@ def test_no_more_is_leased_than_bound_less_what_is_leased_or_unsettled(run: Rig)
     last = run.do(one.lease(10, 0))
     assert (len(last.leases), last.room) == (1, 0)
     assert run.lease(other, 10) == []
+
+
+def test_a_batch_less_is_ahead_while_the_trainer_has_two(run: Rig) -> None:
+    """Of 8 places: as soon as 4 groups are unsettled there are 6, and status says the same; and back at 3."""
+    trainer = run.trainer(bound=8, slack=2)
+    run.feeder(20)
+    worker = run.worker()
+
+    def room() -> int:
+        left = run.do(worker.lease(0, 0)).room
+        assert look(trainer).caps.room == left
+        return left
+
+    run.queued(worker, 3)
+    assert room() == 8 - 3
+    run.queued(worker, 1)
+    assert room() == 6 - 4
+    assert len(run.lease(worker, 9)) == 2
+    assert room() == 0
+    trainer.publish(policy(2), run.take(trainer, 1))
+    assert room() == 8 - 3 - 2
 
 
 def test_prompts_that_go_round_again_take_room_as_fresh_ones_do(run: Rig) -> None:

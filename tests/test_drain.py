@@ -40,19 +40,51 @@ def again(rig: Rig) -> list[tuple[int, int, int]]:
 # -- whole batches
 
 
-def test_a_batch_is_exactly_the_batch_size_sorted_by_prompt_and_the_rest_stays_queued(real: Rig) -> None:
+@pytest.mark.parametrize(("staleness", "left"), [(0, 3), (1, 1), (None, 3)])
+def test_a_batch_is_exactly_the_batch_size_sorted_by_prompt_and_the_rest_waits(
+    real: Rig, staleness: int | None, left: int
+) -> None:
+    """Where groups can grow too old, up to a batch less one is taken ahead."""
     trainer, worker = real.trainer(), real.worker()
-    feed(real, 5)
-    leases = real.lease(worker, 5)
-    for at in (3, 0, 4, 1, 2):
+    feed(real, 6)
+    leases = real.lease(worker, 6)
+    for at in (3, 0, 4, 1, 2, 5):
         push(real, worker, leases[at], 1)
-    batch = drain_of(trainer, 3).batch(AT_1)
+    source = drain_of(trainer, 3)
+    batch = source.batch(Limit(1, (), staleness))
     assert ids(batch) == [0, 3, 4]
     assert batch is not None
-    assert (batch.queue_size, batch.last) == (2, False)
+    assert (batch.queue_size, batch.last) == (3, False)
     assert batch.staleness == {"avg_staleness": 0.0, "max_staleness": 0.0, "staleness/count_0": 3.0}
     assert [len(g.samples) for g in batch.groups] == [2, 2, 2]
-    assert len(real.groups()) == 2
+    assert len(real.groups()) == left
+    assert real.conserved()
+    assert ids(source.batch(Limit(1, (), staleness))) == [1, 2, 5]
+
+
+def test_a_slow_group_that_others_overtook_is_trained_on_while_it_is_fresh_enough(real: Rig) -> None:
+    trainer, worker = real.trainer(), real.worker()
+    trainer.publish(policy(4), [])
+    feed(real, 7)
+    queue(real, worker, 4, 3, 4, 4, 2, 2, 4)  # 2 is due now, 3 is due next
+    source = drain_of(trainer, 3)
+    assert ids(source.batch(Limit(4, (), 2))) == [0, 1, 4]
+    assert source.handed() == [0, 1, 4]
+    assert list(source.hand) == [2, 3]
+    assert real.conserved()
+
+
+def test_what_was_taken_ahead_is_judged_again(real: Rig) -> None:
+    trainer, worker = real.trainer(), real.worker()
+    trainer.publish(policy(3), [])
+    feed(real, 5)
+    queue(real, worker, 3, 3, 2)
+    source = drain_of(trainer, 2)
+    assert ids(source.batch(Limit(3, (), 1))) == [0, 2]
+    trainer.publish(policy(5), [])
+    queue(real, worker, 5, 5)
+    assert ids(source.batch(Limit(5, (), 1))) == [3, 4]
+    assert again(real) == [(1, 2, 1)]
     assert real.conserved()
 
 
@@ -74,15 +106,27 @@ def test_a_batch_waits_for_its_last_group(real: Rig) -> None:
     late.join()
 
 
-def test_what_is_handed_over_is_not_in_hand_any_more_and_stays_in_the_ledger_until_published(real: Rig) -> None:
+def test_what_was_trained_on_stays_in_the_ledger_until_published(real: Rig) -> None:
+    trainer, worker = real.trainer(), real.worker()
+    feed(real, 2)
+    queue(real, worker, 1, 1)
+    source = drain_of(trainer)
+    source.batch(AT_1)
+    trainer.ledger.trained.update(source.handed())
+    source.release()
+    assert sorted(trainer.ledger.taken) == [0, 1]
+    assert again(real) == []
+
+
+def test_what_is_handed_over_and_not_trained_on_goes_round_again_when_it_is_released(real: Rig) -> None:
     trainer, worker = real.trainer(), real.worker()
     feed(real, 2)
     queue(real, worker, 1, 1)
     source = drain_of(trainer)
     source.batch(AT_1)
     source.release()
-    assert sorted(trainer.ledger.taken) == [0, 1]
-    assert again(real) == []
+    assert again(real) == [(0, 2, 0), (1, 2, 0)]
+    assert trainer.ledger.taken == {}
 
 
 def test_what_is_in_hand_goes_round_again_without_a_strike_when_it_is_released(real: Rig) -> None:

@@ -87,12 +87,13 @@ def test_what_is_trained_keeps_its_place_until_it_is_published(real: Rig, tmp_pa
 
     def look() -> None:
         standing = real.standing()
-        seen.append(len(standing.unsettled) - standing.queued)
+        seen.append(len(standing.unsettled) - standing.queued - len(loop.drain.hand))
 
     backend = Watched(at_0=look, at_1=look, at_2=look, at_3=look)
     feed(real, 40)
     with crew(real, quick):
-        run(loop_of(real, tmp_path, backend, num_rollout=4, update_weights_interval=2, save_interval=50))
+        loop = loop_of(real, tmp_path, backend, num_rollout=4, update_weights_interval=2, save_interval=50)
+        run(loop)
     assert seen == [2, 4, 2, 4]
 
 

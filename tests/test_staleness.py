@@ -9,7 +9,7 @@ from make import ABORT, group, sequence
 
 from consumers.staleness import ABORTED, FRESH, FUTURE, GIVEN_UP, STALE, UNKNOWN, Limit, by_verdict, statistics
 from pipeline.errors import UsageError
-from pipeline.room import bound, lag
+from pipeline.room import ahead, bound, lag, slack
 from pipeline.types import COMPLETED, Group, Prompt, Sample
 
 PROMPT = Prompt(0, 1, 0, "{}")
@@ -35,6 +35,12 @@ def test_a_queue_that_can_never_fill_what_an_update_needs_is_refused_with_the_nu
     assert bound(None, 4, 2, queue_capacity=8) == 8
     with pytest.raises(UsageError, match=r"queue of 7 groups .* 4 x --update-weights-interval 2 = 8: raise"):
         bound(None, 4, 2, queue_capacity=7)
+
+
+def test_a_batch_of_slack_is_left_where_there_are_batches_enough() -> None:
+    assert [slack(staleness, 4, 3) for staleness in (None, 0, 1, 2, 3, 9)] == [0, 0, 0, 0, 12, 12]
+    assert [ahead(48, 12, unsettled) for unsettled in (0, 23, 24, 48)] == [48, 48, 36, 36]
+    assert ahead(48, 0, 0) == 48
 
 
 # -- lag

@@ -63,7 +63,7 @@ def save(now: Checkpoint, backend: Backend, shop: Workshop) -> None:
 def ledger_of(standing: Standing, trained: Ledger) -> Ledger:
     """What the checkpoint must say: all bits in Redis, and every prompt trained since the last one."""
     committed = bytearray(trained.committed)
-    for id in (*trained.taken, *trained.published):
+    for id in (*trained.trained, *trained.published):
         set_bit(committed, id)
     now = Ledger(committed=committed, dropped=standing.dropped, dead=standing.dead, cursor=standing.feed)
     return replace(now, data=trained.data)

@@ -68,9 +68,11 @@ class Loop:
         try:
             self._evaluate(policy)
             why = self._steps()
+            self.drain.release()
             self.save()
             self._evaluate_last()
         except (Stopped, WorkerFailed, Starved, GroupError) as error:
+            self.drain.release()
             self.save()
             self.broker.finish("draining" if isinstance(error, Stopped) else "failed", str(error)[:500])
             raise
@@ -97,6 +99,7 @@ class Loop:
         except GroupError as error:  # half a step is in no checkpoint, nor are its groups
             raise MillpondError(f"step {self.now.step + 1}: {error}") from error
         trained = time.monotonic() - began
+        self.broker.ledger.trained.update(self.drain.handed())
         self.now = replace(self.now, step=self.now.step + 1)
         self.report.count()
         policy = None
@@ -107,7 +110,7 @@ class Loop:
             self.keeper.keep(self.now.step, batch.groups, at, own)
         last = batch.last or self.now.step == self.config.num_rollout
         self._evaluate(None if last else policy)
-        if self._save_is_due() and not self.broker.ledger.taken:
+        if self._save_is_due() and not self.broker.ledger.trained:
             self.save()
 
     def _save_is_due(self) -> bool:
@@ -144,7 +147,8 @@ class Loop:
         self.policy = policy
         if self.evals:
             self.evals.hold(policy)
-        trained = list(self.broker.ledger.taken.values())
+        book = self.broker.ledger
+        trained = [book.taken[id] for id in sorted(book.trained)]
         (self.announce or self.broker.publish)(policy, trained)
         self.now = replace(self.now, version=version)
         if self.config.save_interval == 0:
@@ -162,8 +166,7 @@ class Loop:
         """A checkpoint if there is anything new, then the commit of what it contains. What was trained is published
         first: a commit must not open room that a publication has not."""
         book = self.broker.ledger
-        self.drain.release()
-        if book.taken:
+        if book.trained:
             self.publish(self.now.version + 1)
         if self.config.save_interval == 0 or self.saved == self.now.step:
             return
