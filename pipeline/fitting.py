@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pipeline import torchrun
 from pipeline.sections import Positive, Section, option
 
 
@@ -30,8 +31,11 @@ def idle(config: Any) -> list[tuple[bool, str, tuple[str, ...]]]:
     echo = getattr(config, "train_backend", "") == "echo"
     full = "forward passes are filled up to --max-tokens-per-gpu; add --no-use-dynamic-batch-size"
     counted = "without --use-dynamic-batch-size a forward pass has --micro-batch-size sequences"
+    alone = "one process trains; it is for several, under torchrun"
+    shared = ("balance_data", "data_parallel_sharding_strategy", "distributed_timeout_minutes")
     return [
         (config.use_dynamic_batch_size, full, ("micro_batch_size",)),
         (not config.use_dynamic_batch_size, counted, ("max_tokens_per_gpu",)),
-        (echo, "--train-backend echo trains nothing", tuple(Fitting.model_fields)),
+        (torchrun.world() == 1, alone, shared),
+        (echo, "--train-backend echo trains nothing", (*Fitting.model_fields, "global_batch_size")),
     ]

@@ -120,8 +120,8 @@ def _idle_training(config: Trained) -> list[tuple[bool, str, tuple[str, ...]]]:
 
 def _idle_flags(config: Section) -> Iterator[str]:
     for name, why in idle(config).items():
-        value = getattr(config, name)
-        if name in config.model_fields_set and value is not None and value is not False:
+        value, default = getattr(config, name), type(config).model_fields[name].default
+        if name in config.model_fields_set and value is not None and (value is not False or default is True):
             yield f"{flag(name)} does nothing here: {why}"
 
 

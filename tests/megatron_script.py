@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from trainer_groups import random_groups
 
+from pipeline import torchrun
 from pipeline.config import TrainConfig
 from trainer import backends
 from trainer.backends.base import Backend
@@ -42,7 +43,7 @@ def train(backend: Backend, folder: Path, load: str | None = None, steps: tuple[
         (folder / kind).mkdir(parents=True, exist_ok=True)
         getattr(backend, kind)(folder / kind)
     sent = {piece.name: tensor for piece, tensor in zip(backend.outline(), backend.pieces(), strict=True)}
-    if backends.rank() == 0:
+    if torchrun.rank() == 0:
         save_file(sent, folder / "sent.safetensors")
         (folder / "lines.json").write_text(json.dumps(lines))
 

@@ -10,6 +10,7 @@ from typing import Any
 from safetensors.torch import save_file
 from trainer_groups import group, random_groups, sample, sequence
 
+from pipeline import torchrun
 from pipeline.config import TrainConfig
 from pipeline.types import Group
 from trainer import backends
@@ -44,7 +45,7 @@ def one_left() -> list[Group]:
 
 def main(rules: str, out: str, counts: str) -> None:
     config = TrainConfig.model_validate({"device": "cpu", **json.loads(rules)})
-    if backends.rank():
+    if torchrun.rank():
         backends.follow(config, True)
     else:
         steps(backends.build(config, True), Path(out), json.loads(counts))

@@ -147,6 +147,11 @@ def test_what_cannot_work_is_refused_with_a_remedy(config: Section, said: str) -
         (train(advantage_estimator="cispo", eps_clip_c=3.0), "eps_clip_c"),
         (train(echo_train_seconds=1.0), "echo_train_seconds"),
         (train(train_backend="echo", lr=0.1), "lr"),
+        (train(train_backend="echo", global_batch_size=64), "global_batch_size"),
+        (train(balance_data=True), "balance_data"),
+        (train(balance_data=False), "balance_data"),
+        (train(data_parallel_sharding_strategy="no_shard"), "data_parallel_sharding_strategy"),
+        (run(distributed_timeout_minutes=5.0), "distributed_timeout_minutes"),
         (train(queue_capacity=64, async_data_buffer_capacity_factor=3.0), "async_data_buffer_capacity_factor"),
         (train(save_interval=0, save_keep=3), "save_keep"),
         (train(drop_last=True), "drop_last"),
@@ -190,6 +195,12 @@ def test_an_option_that_does_nothing_is_refused(config: Section, name: str) -> N
 )
 def test_what_works_is_let_through(config: Section) -> None:
     assert check(config) == []
+
+
+def test_what_is_for_several_processes_is_let_through_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = {"data_parallel_sharding_strategy": "no_shard", "balance_data": False, "distributed_timeout_minutes": 5.0}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert check(train(**shared)) == []
 
 
 def test_all_mistakes_are_told_at_once() -> None:

@@ -21,10 +21,13 @@ from ranks_script import main
 from safetensors.torch import load_file
 from trainer_groups import random_groups
 
+from pipeline import cli
+from pipeline.errors import UsageError
 from pipeline.keys import Keys
 from pipeline.leases import WorkerBroker
 from trainer import demo_model
 from trainer.batch import Passes, share, shares, units
+from trainer.ranks import meet
 
 TESTS = Path(__file__).parent
 
@@ -180,6 +183,49 @@ def test_a_rank_that_waits_for_one_which_never_comes_ends_when_it_is_told_to(tmp
         with store.accept()[0]:
             rank.kill(signal.SIGTERM)
             assert rank.wait(30) == -signal.SIGTERM
+
+
+PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"As torchrun sets it."
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"RANK": "", "MASTER_ADDR": "", "MASTER_PORT": ""},
+            "=2 is set without RANK, MASTER_ADDR, MASTER_PORT; torchrun",
+        ),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two is no number; torchrun"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: there is at least one process; torchrun"),
+        ({"RANK": "2"}, "RANK=2: the ranks of WORLD_SIZE=2 are 0 to 1; torchrun"),
+        ({"RANK": "1", "WORLD_SIZE": ""}, "RANK=1: the ranks of WORLD_SIZE=1 are 0 to 0; torchrun"),
+        ({"RANK": "-1"}, "RANK=-1: "),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT=http is no number"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
+    ],
+)
+def test_an_environment_that_torchrun_would_not_have_set_is_refused_by_its_variables(
+    changes: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {**PLACE, **changes}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train", "--run", "x", "--num-rollout", "1"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_rendezvous_that_cannot_be_is_told_with_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 cannot serve where another does."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        for name, value in {**PLACE, "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(
+            UsageError, match=f"rank 0 of 2 has met no others at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}: "
+        ):
+            meet(1, torch.device("cpu"))
 
 
 async def fail(parts: Parts) -> None:

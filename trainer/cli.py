@@ -10,7 +10,7 @@ from functools import partial
 
 from consumers import filters
 from consumers.drain import Drain, DrainRules
-from pipeline import code
+from pipeline import code, torchrun
 from pipeline.config import TrainConfig
 from pipeline.connect import verify
 from pipeline.errors import Fenced, RedisDown, Starved, Stopped, WorkerFailed
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     config = parse(TrainConfig, argv, os.environ, "millpond train")
     warnings = check(config)
     selection = resolve_rollout(config)
-    if backends.rank() > 0:
+    if torchrun.rank() > 0:
         return _follow(config, selection.tis)
     if config.load and not config.resume:
         weights_in(config.load, config.train_backend)  # a mistake is told before anything is spent
@@ -85,7 +85,7 @@ def _follow(config: TrainConfig, tis: bool) -> int:
     """Another rank than 0: once they have met it ends when rank 0 says so, not when torchrun tells all its processes
     to. Before that at once: rank 0 may have failed, and a wait for it in torch hears no handler of Python's."""
     _heed(signal.SIG_DFL)
-    setup(f"trainer-{backends.rank()}", None)
+    setup(f"trainer-{torchrun.rank()}", None)
     backends.follow(config, tis, lambda: _heed(signal.SIG_IGN))
     return 0
 

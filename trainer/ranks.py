@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from pipeline import torchrun
+from pipeline.errors import UsageError
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +88,17 @@ class Ranks:
 
 
 def meet(minutes: float, device: torch.device) -> Ranks:
-    """All that torchrun started, NCCL between GPUs and gloo between CPUs; `minutes` bounds a collective."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    """All that torchrun started, NCCL between GPUs and gloo between CPUs; `minutes` bounds a collective. UsageError
+    where they do not find each other."""
+    rank, world = torchrun.rank(), torchrun.world()
+    if world == 1:
         return Ranks()
-    store, rank, world = next(dist.rendezvous("env://", timeout=MARGIN))  # type: ignore[attr-defined]
+    try:
+        store, *_ = next(dist.rendezvous("env://", timeout=MARGIN))  # type: ignore[attr-defined]
+    except dist.DistError as error:
+        raise UsageError(
+            f"rank {rank} of {world} has met no others at {torchrun.address()}: {str(error).splitlines()[0]}"
+        ) from error
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(minutes=minutes))
     return Ranks(rank, world, device, dist.PrefixStore("millpond", store))  # type: ignore[attr-defined]

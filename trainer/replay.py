@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from pipeline import archive, metrics
+from pipeline import archive, metrics, torchrun
 from pipeline.algorithms import Algorithm, Optimizing
 from pipeline.archive import Record
 from pipeline.config import Async, Rollout, TrainConfig
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
     """Train on an archive."""
     job = asked(argv, os.environ)
     warnings, tis = check(job.config), resolve_rollout(job.config).tis
-    if backends.rank() > 0:
+    if torchrun.rank() > 0:
         backends.follow(job.config, tis)
         return 0
     out = _out(job.own)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from pipeline import torchrun
 from pipeline.config import TrainConfig
 from pipeline.errors import UsageError
 from pipeline.parallel import refuse_world
@@ -29,7 +29,7 @@ def _megatron(config: TrainConfig, tis: bool) -> tuple[Backend, Ranks | None]:
     from trainer.backends.torch import device_of
     from trainer.ranks import meet
 
-    refuse_world(config, int(os.environ.get("WORLD_SIZE", "1")))
+    refuse_world(config, torchrun.world())
     logging.getLogger("megatron").setLevel(logging.WARNING)  # it tells all of its settings
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that are not installed; none is used
@@ -48,7 +48,7 @@ def _megatron(config: TrainConfig, tis: bool) -> tuple[Backend, Ranks | None]:
 def _echo(config: TrainConfig, tis: bool) -> tuple[Backend, Ranks | None]:
     from trainer.backends.echo import EchoBackend
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if torchrun.world() > 1:
         raise UsageError("--train-backend echo is one process: start it without torchrun")
     return EchoBackend(config.echo_train_seconds), None
 
@@ -73,11 +73,6 @@ def build(config: TrainConfig, tis: bool) -> Backend:
     from trainer.lead import Leader
 
     return Leader(own, ranks)
-
-
-def rank() -> int:
-    """Of this process under torchrun; 0 where it is alone."""
-    return int(os.environ.get("RANK", "0"))
 
 
 def follow(config: TrainConfig, tis: bool, met: Callable[[], None] = lambda: None) -> None:
