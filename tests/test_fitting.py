@@ -69,6 +69,31 @@ def test_with_gradient_checkpointing_layers_are_worked_out_again(checkpoint: Pat
     assert found == [2, 4]
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+
+class ManyHeads(nn.Module):
+    """Two blocks, which its longest list of modules is not."""
+
+    def __init__(self, no_split: list[str] | None) -> None:
+        super().__init__()
+        self._no_split_modules = no_split
+        self.heads = nn.ModuleList(nn.Linear(8, 1) for _ in range(12))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+
+@pytest.mark.parametrize("no_split", [["Block", "Linear"], ["Block"], ["Another"], None])
+def test_a_models_blocks_are_what_it_says_must_not_be_split_or_what_weighs_most(
+    no_split: list[str] | None,
+) -> None:
+    found = ManyHeads(no_split)
+    expected = [*found.heads, *found.blocks] if no_split == ["Block", "Linear"] else [*found.blocks]
+    assert layers(found) == expected
+
+
 def test_steps_below_the_resolution_of_bfloat16_add_up_in_the_weights_behind(checkpoint: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM

@@ -7,7 +7,6 @@ One process has it whole; every function here does what it says for all of these
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +76,18 @@ def named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.detach()
 
 
-def layers(module: nn.Module) -> Any:
-    """The decoder's blocks: the longest list of modules there is."""
+def layers(module: nn.Module) -> list[nn.Module]:
+    """The model's blocks: what it says must not be split, or else the list of modules that weighs most."""
+    if found := [*_outermost(module, {*(getattr(module, "_no_split_modules", None) or ())})]:
+        return found
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    return max(lists, key=len, default=())
+    return [*max(lists, key=lambda part: sum(p.numel() for p in part.parameters()), default=())]
+
+
+def _outermost(module: nn.Module, kinds: set[str]) -> Iterator[nn.Module]:
+    """Modules of these classes that are in no other of them."""
+    for part in module.children():
+        if type(part).__name__ in kinds:
+            yield part
+        else:
+            yield from _outermost(part, kinds)
