@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import Parts, Stage, Started, contiguous, eventually, steps
+from processes import Parts, Stage, Started, contiguous, eventually, own_code, steps
 from ranks_script import main
 from safetensors.torch import load_file
 from trainer_groups import random_groups
@@ -172,6 +172,37 @@ def test_an_error_of_rank_0_reaches_the_others_and_what_was_trained_is_saved(red
         said = train.ends(1, seconds=30)
         assert "KeyError: 'x'" in said
         assert parts.audit().places["committed"] >= 8
+
+
+FAILS = {
+    "can't start new thread": ("--rollout-function-path", "import threading; threading.stack_size(1 << 46)"),
+    "no model today": (
+        "--custom-tis-function-path",
+        "import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(6)\n    raise OSError('no model today')",
+    ),
+}
+"What ends it -> the option that names the user's code, and that."
+
+
+@pytest.mark.parametrize("said", FAILS)
+def test_rank_0_failing_where_others_are_ready_to_be_told_ends_them_at_once(
+    redis_url: str, tmp_path: Path, said: str
+) -> None:
+    """torchrun would wait ten minutes for them."""
+    flag, source = FAILS[said]
+    source += "\ndef function(*_):\n    raise NotImplementedError\n"
+    demo_model.make(tmp_path / "demo", 0)
+    env = {**own_code(tmp_path, source), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+    with Parts(tmp_path, redis_url, tmp_path) as parts:
+        alone = ("--data-parallel-sharding-strategy", "no_shard", "--num-rollout", "1", "--no-fully-async")
+        train = parts.millpond(
+            *("train", "--run", parts.run, "--out", parts.out, "--hf-checkpoint", tmp_path / "demo", "--device", "cpu"),
+            *("--rm-type", "positions", *RULES_OF_RUN, *alone, "--use-tis", flag, "mine.function"),
+            under=TORCHRUN,
+            MILLPOND_REDIS_URL=parts.url,
+            **env,
+        )
+        assert said in train.ends(1, seconds=120)
 
 
 def test_a_rank_that_waits_for_one_which_never_comes_ends_when_it_is_told_to(tmp_path: Path) -> None:

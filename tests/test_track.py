@@ -272,6 +272,14 @@ def test_a_trainer_does_not_wait_long_for_a_tracker_that_hangs(
     assert len(caplog.records) == 2
 
 
+def test_trackers_that_never_began_are_not_waited_for_and_nothing_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trainer has failed before: its own error is what is told."""
+    Trackers(TrainConfig(use_tensorboard=True), Place("redis://127.0.0.1:1", "run", tmp_path), tmp_path).close()
+    assert caplog.records == []
+
+
 def test_what_is_not_installed_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig(use_wandb=True, prometheus_port=9100, num_rollout=1)
     monkeypatch.setitem(sys.modules, "wandb", None)

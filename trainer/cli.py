@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import partial
 
 from consumers import filters
@@ -54,30 +55,29 @@ def main(argv: list[str]) -> int:
     for warning in [*warnings, *broker.patiently(lambda: verify(broker.client, place.url))]:
         log.warning(warning)
     rollout = code.load(selection.rollout, "--rollout-function-path")
-    backend = backends.build(config, selection.tis)
-    pulse = TrainerPulse(place.url, broker)
-    pulse.start()
-    trackers = Trackers(config, place, folder)
-    try:
-        now = begin(config, broker, backend, folder)
-        report = Reporter(folder / "metrics.jsonl", broker, now.step, trackers)
-        trackers.start()
-        drain = _drain(config, broker)
-        announce = _announce(config, broker, backend)
-        evals = _evaluations(config, broker, place.url, report)
-        last = announce, evals, keeper_of(config, folder, broker.epoch, now.step)
-        Loop(config, broker, backend, folder, rollout, drain, report, selection.max_staleness, now, *last).run()
-    except (Fenced, RedisDown, Stopped, WorkerFailed, Starved):
-        raise  # the run knows, or cannot be told
-    except Exception as error:
-        if broker.epoch:
-            broker.finish("failed", f"the trainer failed: {type(error).__name__}: {error}"[:500])
-        raise
-    finally:
-        pulse.stop()
-        backend.close()
-        broker.close()
-        trackers.close()
+    with ExitStack() as after:  # other ranks hear first that it is over
+        trackers = Trackers(config, place, folder)
+        after.callback(trackers.close)
+        after.callback(broker.close)
+        pulse = TrainerPulse(place.url, broker)
+        pulse.start()
+        after.callback(pulse.stop)
+        backend = after.enter_context(closing(backends.build(config, selection.tis)))
+        try:
+            now = begin(config, broker, backend, folder)
+            report = Reporter(folder / "metrics.jsonl", broker, now.step, trackers)
+            trackers.start()
+            drain = _drain(config, broker)
+            announce = _announce(config, broker, backend)
+            evals = _evaluations(config, broker, place.url, report)
+            last = announce, evals, keeper_of(config, folder, broker.epoch, now.step)
+            Loop(config, broker, backend, folder, rollout, drain, report, selection.max_staleness, now, *last).run()
+        except (Fenced, RedisDown, Stopped, WorkerFailed, Starved):
+            raise  # the run knows, or cannot be told
+        except Exception as error:
+            if broker.epoch:
+                broker.finish("failed", f"the trainer failed: {type(error).__name__}: {error}"[:500])
+            raise
     return 0
 
 

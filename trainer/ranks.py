@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -59,6 +60,16 @@ class Ranks:
         self.told += 1
         if payload:
             self._sent(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Where rank 0 fails in the block, others that are through it already are told to end."""
+        try:
+            yield
+        except BaseException:
+            if self.lead and self.world > 1:
+                self.tell({"do": "close"})
+            raise
 
     def commands(self) -> Iterator[tuple[dict[str, Any], bytes]]:
         """The others: what rank 0 tells, for ever."""

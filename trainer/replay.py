@@ -83,11 +83,11 @@ def main(argv: list[str]) -> int:
         backends.follow(job.config, tis)
         return 0
     out = _out(job.own)
-    backend = backends.build(job.config, tis)  # what it refuses leaves an empty folder, which can be given again
-    setup("replay", out)
-    for warning in warnings:
-        log.warning(warning)
-    train(job, backend, out)
+    with closing(backends.build(job.config, tis)) as backend:  # refused, the folder is empty and can be given again
+        setup("replay", out)
+        for warning in warnings:
+            log.warning(warning)
+        train(job, backend, out)
     return 0
 
 
@@ -114,16 +114,13 @@ def asked(argv: list[str], environ: Mapping[str, str]) -> Job:
 def train(job: Job, backend: Backend, out: Path) -> None:
     """All steps, and the weights at the end."""
     put_config(out, dump(job.own, idle(job.config)))
-    try:
-        if job.own.load:
-            backend.load(job.own.load / "model")
-        version = _replay(job, backend, out)
-        for folder in (out / "weights", out / "weights" / ".new"):
-            folder.mkdir(mode=0o700)
-        with made(out / "weights" / ".new", out / "weights" / f"{version:08d}"):
-            backend.save_weights(out / "weights" / ".new")
-    finally:
-        backend.close()
+    if job.own.load:
+        backend.load(job.own.load / "model")
+    version = _replay(job, backend, out)
+    for folder in (out / "weights", out / "weights" / ".new"):
+        folder.mkdir(mode=0o700)
+    with made(out / "weights" / ".new", out / "weights" / f"{version:08d}"):
+        backend.save_weights(out / "weights" / ".new")
     log.info("done: steps %d to %d, weights in %s", job.steps[0], job.steps[-1], out / "weights" / f"{version:08d}")
 
 

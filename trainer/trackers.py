@@ -44,7 +44,7 @@ class Trackers:
 
     def look(self) -> None:
         """Tells of those that have ended, once."""
-        for child in [child for child in self.children if child.poll() is not None]:
+        for child in [child for child in self.children if child.process and child.poll() is not None]:
             self.children.remove(child)
             words = child.last_words().splitlines()
             log.error(
@@ -54,6 +54,7 @@ class Trackers:
 
     def close(self) -> None:
         """They send the rest, for a while. One that has just begun is told to end once it says that it is there."""
+        self.children = [child for child in self.children if child.process]
         self.look()
         until = time.monotonic() + self.patience
         while any(not _there(child) for child in self.children) and time.monotonic() < until:

@@ -22,7 +22,8 @@ def _torch(config: TrainConfig, tis: bool) -> tuple[Backend, Ranks | None]:
     from trainer.ranks import meet
 
     ranks = meet(config.distributed_timeout_minutes, device_of(config))
-    return TorchBackend(config, tis, ranks), ranks
+    with ranks.gathering():
+        return TorchBackend(config, tis, ranks), ranks
 
 
 def _megatron(config: TrainConfig, tis: bool) -> tuple[Backend, Ranks | None]:
@@ -37,12 +38,13 @@ def _megatron(config: TrainConfig, tis: bool) -> tuple[Backend, Ranks | None]:
         from trainer.backends.megatron_mesh import mesh
     device = device_of(config)
     ranks = meet(config.distributed_timeout_minutes, device)
-    place = mesh(config, ranks, device)
-    try:
-        return MegatronBackend(config, tis, place), ranks
-    except UsageError:
-        place.close()
-        raise
+    with ranks.gathering():
+        place = mesh(config, ranks, device)
+        try:
+            return MegatronBackend(config, tis, place), ranks
+        except UsageError:
+            place.close()
+            raise
 
 
 def _echo(config: TrainConfig, tis: bool) -> tuple[Backend, Ranks | None]:
