@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from pipeline.config import ROLES, RunConfig, Section
 from pipeline.errors import UsageError
+from pipeline.foreign import instead
 from pipeline.sections import Words
 
 
@@ -119,6 +120,9 @@ def _unknown(model: type[Section], word: str, prog: str) -> str:
 
 
 def closest(word: str, words: Iterable[str], prog: str) -> str:
-    """What to say after `word` was not among `words`: the nearest of them, or where they are listed."""
+    """What to say after `word` was not among `words`: what another system's option is here, the nearest of them, or
+    where they are listed."""
+    if told := instead(word):
+        return told
     found = difflib.get_close_matches(word, list(words), 1, 0.6)
     return f"; did you mean {found[0]}?" if found else f"; see {prog} --help"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from pipeline.audit import AuditLook
 from pipeline.bench import BenchConfig
 from pipeline.config import ROLES, FeedConfig, GenerateConfig, RunConfig, Section, TrainConfig, option
 from pipeline.errors import UsageError
+from pipeline.foreign import INSTEAD
 from pipeline.inspect import InspectLook
 from pipeline.log import mask
 from pipeline.purge import PurgeLook
@@ -82,6 +84,17 @@ def test_none_and_nothing_unset_what_may_be_unset(tmp_path: Path) -> None:
         (["--save-intervall=3"], "unknown option --save-intervall; did you mean --save-interval?"),
         (["--no-fuly-async"], "unknown option --no-fuly-async; did you mean --no-fully-async?"),
         (["--save-int", "3"], "unknown option --save-int; did you mean --save-interval?"),
+        (
+            ["--num-steps-per-rollout", "4"],
+            "unknown option --num-steps-per-rollout: give --global-batch-size: --rollout-batch-size x "
+            "--n-samples-per-prompt / that number",
+        ),
+        (["--save", "x"], "unknown option --save: --out is the run's folder, with its checkpoints"),
+        (
+            ["--sglang-ep-size", "2"],
+            "unknown option --sglang-ep-size: engines are servers of their own, started with SGLang's options "
+            "(docs/sglang.md)",
+        ),
         (["--prompt-data", "x"], "--prompt-data is no option of millpond train; it belongs to millpond run, feed"),
         (["x.toml"], "unexpected argument 'x.toml': options start with --; see millpond train --help"),
         (["--lr", "abc"], "--lr 'abc': must be a valid number"),
@@ -108,6 +121,7 @@ def test_a_mistyped_flag_gets_a_sentence(argv: list[str], said: str) -> None:
         ("save-interval = -1", ": save-interval = -1: must be greater than or equal to 0"),
         ("seed = [1]", ": seed = [1]: must be a valid integer"),
         ("sede = 1", ": unknown field 'sede'; did you mean seed?"),
+        ("lr-warmup-fraction = 1", ": unknown field 'lr-warmup-fraction': give --lr-warmup-iters, in optimizer steps"),
         ("zzzzzz = 1", ": unknown field 'zzzzzz'; see millpond run --help"),
         ("[trainer]\nlr = 1", ": [trainer]: fields stand at the top of the file, outside any table"),
         ("save_interval = 1\nsave-interval = 2", ": 'save-interval' is given twice, with - and with _"),
@@ -116,6 +130,13 @@ def test_a_mistyped_flag_gets_a_sentence(argv: list[str], said: str) -> None:
 def test_a_mistake_in_a_file_names_the_file(tmp_path: Path, text: str, said: str) -> None:
     path = toml(tmp_path, text)
     assert mistake("--config", path) == path + said
+
+
+def test_what_is_said_of_another_systems_option_names_options_that_there_are() -> None:
+    assert not FIELDS & INSTEAD.keys()
+    named = {word for told in INSTEAD.values() for word in re.findall(r"--[a-z0-9-]+", told)}
+    others = {word for word in named if word[2:].removeprefix("no-").replace("-", "_") not in FIELDS}
+    assert others == {"--config", "--nproc-per-node"}
 
 
 def test_a_file_that_is_no_toml_is_named(tmp_path: Path) -> None:
