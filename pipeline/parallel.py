@@ -14,8 +14,13 @@ class Parallel(Section):
     """Megatron"""
 
     tensor_model_parallel_size: Positive = option(1, "megatron: ranks that share each tensor of a layer")
+    sequence_parallel: bool = option(
+        False, "megatron: they share what lies between its tensors, too, by positions: less memory for the same steps"
+    )
     pipeline_model_parallel_size: Positive = option(1, "megatron: ranks that share the layers, as stages in a row")
 
+
+SEQUENCE = ("sequence_parallel",)
 
 Rule = tuple[bool, str, tuple[str, ...]]
 
@@ -29,6 +34,7 @@ def idle(config: Any) -> list[Rule]:
     return [
         (not on, "it belongs to --train-backend megatron", tuple(Parallel.model_fields)),
         (on, spread, ("data_parallel_sharding_strategy",)),
+        (config.tensor_model_parallel_size == 1, "no tensor is shared (--tensor-model-parallel-size)", SEQUENCE),
     ]
 
 

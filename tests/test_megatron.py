@@ -168,16 +168,18 @@ def test_a_new_run_may_begin_with_a_checkpoint_of_megatron_lm(tmp_path: Path) ->
 
 
 TENSOR, STAGES = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+POSITIONS = {**TENSOR, "sequence_parallel": True}
 CUTS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     2: {
         "tensors": ("llama", {**TENSOR, **FULL}),
         "tensors, words left over": ("qwen3", TENSOR),
+        "tensors, positions": ("llama", {**POSITIONS, "gradient_checkpointing": True}),
         "layers": ("qwen2", STAGES),
         "layers, tied": ("qwen2, tied", {**STAGES, **FULL}),
     },
     4: {
         "tensors, replicas": ("llama", {**TENSOR, **FULL, "gradient_checkpointing": True}),
-        "tensors, layers": ("qwen3", {**TENSOR, **STAGES}),
+        "tensors, positions, layers": ("qwen3", {**POSITIONS, **STAGES}),
     },
 }
 
@@ -195,7 +197,7 @@ def test_a_model_that_is_cut_makes_the_steps_of_the_torch_backend(tmp_path: Path
     assert done.returncode == 0, done.stderr[-5000:]
     for each in jobs:
         folder = Path(each["out"]).parent
-        whole = {name: value for name, value in each["rules"].items() if name not in {*TENSOR, *STAGES}}
+        whole = {name: value for name, value in each["rules"].items() if name not in {*POSITIONS, *STAGES}}
         torch_rules = {**whole, "train_backend": "torch"}
         job(torch_rules, str(folder / "torch"))
         same(folder / "torch", folder / "cut")

@@ -142,6 +142,9 @@ def test_flags_that_do_nothing_are_refused_and_so_is_what_one_process_cannot_do(
     assert "--tensor-model-parallel-size does nothing here: it belongs to --train-backend megatron" in refusal(
         train_config(train_backend="torch", tensor_model_parallel_size=2)
     )
+    assert "--sequence-parallel does nothing here: no tensor is shared (--tensor-model-parallel-size)" in refusal(
+        train_config(train_backend="megatron", sequence_parallel=True)
+    )
     assert "--data-parallel-sharding-strategy does nothing here" in refusal(
         train_config(train_backend="megatron", data_parallel_sharding_strategy="no_shard")
     )

@@ -67,6 +67,7 @@ def transformer(config: Any, mesh: Mesh, dtype: torch.dtype) -> TransformerConfi
         attention_dropout=0.0,
         tensor_model_parallel_size=mesh.tensor,
         pipeline_model_parallel_size=mesh.stages,
+        sequence_parallel=mesh.sequence,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,

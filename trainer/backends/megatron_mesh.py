@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as state
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch import Tensor
 
 from pipeline.config import TrainConfig
@@ -31,6 +32,8 @@ class Mesh:
     "ranks that share the layers"
     stage: int
     "this one among them"
+    sequence: bool
+    "between tensors, ranks that share them share positions"
     replicas: int
     "of the whole model, each with a share of the samples"
     replica: int
@@ -75,6 +78,7 @@ def mesh(config: TrainConfig, ranks: Ranks, device: torch.device) -> Mesh:
         config.pipeline_model_parallel_size,
         distributed_timeout_minutes=config.distributed_timeout_minutes,
     )
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # nothing draws random numbers
     return Mesh(
         ranks,
         device,
@@ -82,6 +86,7 @@ def mesh(config: TrainConfig, ranks: Ranks, device: torch.device) -> Mesh:
         state.get_tensor_model_parallel_rank(),
         state.get_pipeline_model_parallel_world_size(),
         state.get_pipeline_model_parallel_rank(),
+        config.sequence_parallel,
         state.get_data_parallel_world_size(),
         state.get_data_parallel_rank(),
     )

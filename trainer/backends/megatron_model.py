@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region as gathered
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region as summed
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -36,16 +38,22 @@ class Attention(MegatronModule):  # type: ignore[misc]
         return found.permute(2, 0, 1, 3).flatten(2)
 
 
+class Norm(torch.nn.RMSNorm):
+    """torch's own, known to Megatron as one that sees a share of the positions where they are shared."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """This rank's part of it. Where logits are, only those of trained positions are worked out."""
 
     def __init__(self, config: Any, mesh: Mesh, dtype: torch.dtype) -> None:
         """With whatever memory held for weights. `config`: Hugging Face's."""
-        spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.model_type == "qwen3")
-        spec.submodules.self_attention.submodules.core_attention = Attention
         super().__init__(
             megatron_config.transformer(config, mesh, dtype),
-            spec,
+            _blocks(config, mesh),
             vocab_size=config.vocab_size + -config.vocab_size % mesh.tensor,
             max_sequence_length=config.max_position_embeddings,
             pre_process=mesh.stage == 0,
@@ -55,17 +63,21 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         )
         self.words: int = config.vocab_size
         self.to(mesh.device, dtype)
-        self._positions = torch.empty(0, dtype=torch.int64)
+        self._mesh = mesh
+        self._positions, self._length = torch.empty(0, dtype=torch.int64), 0
         self._padding: int | None = config.pad_token_id
         if mesh.stage == 0 and self._padding is not None:
             self.embedding.word_embeddings.register_forward_hook(self._still)
         if mesh.last:
+            self.output_layer.sequence_parallel = False  # positions are whole again by then
             self.output_layer.register_forward_pre_hook(self._keep)
 
     def run(self, micro: Microbatch) -> Tensor:
         """Logits of the trained positions, [1, N, V / tensor]; before the last stage hidden states, [T, B, H]."""
-        self._positions = micro.predictors
-        found: Tensor = self(micro.input_ids, None, None)
+        ids, self._positions, self._length = micro.input_ids, micro.predictors, micro.input_ids.shape[1]
+        if self._mesh.sequence:
+            ids = functional.pad(ids, (0, -ids.shape[1] % self._mesh.tensor))
+        found: Tensor = self(ids, None, None)
         return found
 
     def recompute(self) -> None:
@@ -74,12 +86,30 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
     def _still(self, _: Any, inputs: tuple[Tensor], found: Tensor) -> Tensor:
-        """The padding token's embedding is not trained, as in transformers. [B, T] and [B, T, H] -> [B, T, H]."""
-        return torch.where(inputs[0].eq(self._padding or 0).unsqueeze(-1), found.detach(), found)
+        """The padding token's embedding is not trained, as in transformers. [B, T] and [B, T, H] -> [B, T, H]; where
+        positions are shared, the rest is [T / tensor, B, H]."""
+        padding = inputs[0].eq(self._padding or 0)
+        if self._mesh.sequence:
+            padding = padding.T.chunk(self._mesh.tensor)[self._mesh.part]
+        return torch.where(padding.unsqueeze(-1), found.detach(), found)
 
     def _keep(self, _: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
-        """[T, B, H] -> [N, 1, H]."""
-        return (inputs[0].transpose(0, 1).flatten(0, 1).index_select(0, self._positions).unsqueeze(1),)
+        """[T, B, H] -> [N, 1, H]; where positions are shared, of [T / tensor, B, H]."""
+        found = inputs[0]
+        if self._mesh.sequence:
+            found = gathered(found, tensor_parallel_output_grad=False)[: self._length]
+        return (found.transpose(0, 1).flatten(0, 1).index_select(0, self._positions).unsqueeze(1),)
+
+
+def _blocks(config: Any, mesh: Mesh) -> TransformerBlockSubmodules:
+    """What this stage's layers are made of; `config`: Hugging Face's."""
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = Attention
+    if config.model_type == "qwen3":
+        attention.q_layernorm = attention.k_layernorm = Norm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    return TransformerBlockSubmodules([spec] * (config.num_hidden_layers // mesh.stages), Norm)
 
 
 def logprobs_and_entropy(
