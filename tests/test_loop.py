@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ import pytest
 from make import crew, feed, feeding, loop_of, metrics, run, train
 from rig import Rig
 
+from consumers.drain import Batch, Drain
+from consumers.staleness import Limit
 from pipeline.audit import audit
 from pipeline.errors import GroupError, MillpondError, Starved, Stopped, WorkerFailed
 from pipeline.fenced import TrainerBroker
+from pipeline.ledger import get_bit
 from pipeline.types import Group
 from producers.engines.echo import EchoEngine
 from trainer import checkpoint
@@ -171,6 +174,44 @@ def test_old_weights_are_deleted_but_for_those_that_workers_use(real: Rig, tmp_p
     kept = set(versions(tmp_path / "weights"))
     assert {2, 6, 7} <= kept
     assert len(kept) <= 5  # another two where the quick worker is behind
+
+
+def raising(error: Exception) -> Callable[[Batch | None], Batch | None]:
+    def act(batch: Batch | None) -> Batch | None:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("act", "committed"),
+    [
+        (raising(GroupError("not mine")), 4),
+        (raising(Stopped("asked to stop")), 4),
+        (lambda batch: None, 4),
+        (raising(ZeroDivisionError("a bug")), 0),  # ends the run at once, to go on from the last checkpoint
+    ],
+    ids=["an error of groups", "a stop", "an end", "a bug"],
+)
+def test_what_a_rollout_function_took_and_did_not_hand_on_is_neither_lost_nor_counted_as_trained(
+    real: Rig, tmp_path: Path, act: Callable[[Batch | None], Batch | None], committed: int
+) -> None:
+    backend = Watched()
+    loop = loop_of(real, tmp_path, backend, num_rollout=9, save_interval=50)
+
+    def own(source: Drain, limit: Limit) -> Batch | None:
+        batch = source.batch(limit)
+        return act(batch) if loop.now.step == 2 else batch
+
+    loop.rollout = own
+    feed(real, 40)
+    with crew(real, quick), suppress(GroupError, Stopped, ZeroDivisionError):
+        run(loop)
+    assert [len(batch) for batch in backend.batches] == [2, 2]
+    found = holds(real)
+    assert (found.get("committed", 0), sum(found.values())) == (committed, 40)
+    bits = real.standing().committed
+    assert [id for id in range(40) if get_bit(bits, id)] == (backend.trained if committed else [])
 
 
 # -- the end of the data (BB-16)
