@@ -68,13 +68,16 @@ RULES: dict[str, dict[str, Any]] = {
         "kl_coef": 0.1,
     },
     "adapters": {"lora_rank": 4, "use_kl_loss": True, "kl_loss_coef": 0.1},
+    "adapters, each has all": {"lora_rank": 4, "data_parallel_sharding_strategy": "no_shard", "global_batch_size": 5},
+    "bfloat16": {"bf16": True},
 }
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_two_ranks_make_the_steps_of_one_with_any_count_of_samples(tmp_path: Path, name: str) -> None:
     """Steps of 12, 3, 9, 1 and 0 samples (BB-37, BB-41); a large epsilon makes Adam's steps proportional to the
-    gradient."""
+    gradient. FSDP2 casts weights where one process casts what is multiplied: half a per cent of difference."""
+    rel, near, moved = (0.02, 1e-3, 5e-4) if name == "bfloat16" else (1e-4, 1e-6, 1e-5)
     demo_model.make(tmp_path / "demo", 0)
     demo_model.make(tmp_path / "other", 1)
     rules = {"hf_checkpoint": str(tmp_path / "demo"), "lr": 0.1, "adam_eps": 1.0, **RULES[name]}
@@ -89,14 +92,14 @@ def test_two_ranks_make_the_steps_of_one_with_any_count_of_samples(tmp_path: Pat
     assert all(torch.equal(sent[name], written[name]) for name in written)
     one, two = (json.loads((tmp_path / which / "lines.json").read_text()) for which in ("one", "two"))
     for mine, theirs in zip(one, two, strict=True):
-        assert theirs == pytest.approx(mine, rel=1e-4, abs=1e-6)
+        assert theirs == pytest.approx(mine, rel=rel, abs=near)
     assert one[0]["train/grad_norm"] > 1e-3
     assert two[-1] == pytest.approx(two[1], rel=1e-6)
     for step in range(3):
         for kind in ("save", "save_weights"):
             a, b = (weights(tmp_path / which / f"{kind}-{step}") for which in ("one", "two"))
             assert a.keys() == b.keys()
-            assert all(torch.allclose(a[n].float(), b[n].float(), atol=1e-5) for n in a)
+            assert all(torch.allclose(a[n].float(), b[n].float(), atol=moved) for n in a)
 
 
 @pytest.mark.parametrize(("prompts", "ranks"), [(1, 4), (5, 4), (103, 4), (2, 1), (0, 3)])
