@@ -10,8 +10,8 @@ from collections import defaultdict
 from types import TracebackType
 from typing import Any, Self
 
+from pipeline.agreed import Agreed
 from pipeline.broker import Broker
-from pipeline.config import Agreed
 from pipeline.errors import MillpondError
 from pipeline.fenced import TrainerBroker
 from pipeline.keys import Keys

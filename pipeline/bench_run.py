@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.agreed import Agreed
 from pipeline.broker import Broker
-from pipeline.config import Agreed
 from pipeline.errors import MillpondError
 from pipeline.keys import Keys
 from pipeline.ledger import get_bit

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from pipeline.config import Agreed
+from pipeline.agreed import Agreed
 from pipeline.connect import connect_async
 from pipeline.errors import MessageError
 from pipeline.keys import GROUP, Keys

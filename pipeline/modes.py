@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline import algorithms, evaluation, fitting, lora, parallel, recording, refused, scoring, tracking, transport
+from pipeline.agreed import Agreed
 from pipeline.code import digest
-from pipeline.config import Agreed, Engines, Rollout, RunConfig, Section, TrainConfig
+from pipeline.config import Engines, Rollout, RunConfig, Section, TrainConfig
 from pipeline.errors import UsageError
 from pipeline.options import flag
 from pipeline.room import bound, slack

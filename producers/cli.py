@@ -16,9 +16,10 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from pipeline.agreed import Agreed
 from pipeline.broker import Broker
 from pipeline.code import digest
-from pipeline.config import Agreed, FeedConfig, GenerateConfig
+from pipeline.config import FeedConfig, GenerateConfig
 from pipeline.connect import verify
 from pipeline.errors import MillpondError, RedisDown, Starved, Stopped, UsageError
 from pipeline.flags import parse

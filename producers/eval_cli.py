@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import show
-from pipeline.config import Agreed, EvalWork, Positive, PositiveFloat, option
+from pipeline.agreed import Agreed
+from pipeline.config import EvalWork, Positive, PositiveFloat, option
 from pipeline.errors import MillpondError, Stopped, UsageError
 from pipeline.evals import Ask, ask_of
 from pipeline.evaluation import EvalSampling, names

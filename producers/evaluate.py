@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import code
-from pipeline.config import Agreed, EvalWork, Rewards
+from pipeline.agreed import Agreed
+from pipeline.config import EvalWork, Rewards
 from pipeline.errors import EngineError, MillpondError, RequestRefused, UsageError
 from pipeline.evals import Ask
 from pipeline.evaluation import sets

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from pipeline.config import Agreed
+from pipeline.agreed import Agreed
 from pipeline.errors import EngineError, GenerateError, RequestRefused, RewardError
 from pipeline.types import Group, Prompt, Sample, Tokens
 from producers.custom_generate import ONCE, Play, sample

@@ -20,7 +20,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Agreed, WorkerConfig
+from pipeline.agreed import Agreed
+from pipeline.config import WorkerConfig
 from pipeline.errors import MillpondError, UsageError
 from pipeline.flags import SECRET
 from pipeline.jobs import LARGEST

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Agreed, WorkerConfig
+from pipeline.agreed import Agreed
+from pipeline.config import WorkerConfig
 from pipeline.evals import Ask, agree
 from pipeline.jobs import EVAL, REWARD, Jobs
 from pipeline.keys import Keys

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from pipeline.agreed import Agreed
 from pipeline.broker import Broker
-from pipeline.config import Agreed, WorkerConfig
+from pipeline.config import WorkerConfig
 from pipeline.errors import MillpondError, RedisDown, Starved, Stopped, UsageError
 from pipeline.flags import parse
 from pipeline.jobs import KINDS, REWARD, Kind

@@ -15,9 +15,10 @@ import numpy as np
 from rig import Rig
 
 from consumers.drain import Drain, DrainRules, drain
+from pipeline.agreed import Agreed
 from pipeline.broker import Broker
 from pipeline.codec import encode
-from pipeline.config import Agreed, FeedConfig, TrainConfig
+from pipeline.config import FeedConfig, TrainConfig
 from pipeline.errors import WeightsError
 from pipeline.fenced import TrainerBroker
 from pipeline.leases import WorkerBroker

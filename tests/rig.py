@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import redis
 
+from pipeline.agreed import Agreed
 from pipeline.broker import Broker
-from pipeline.config import Agreed
 from pipeline.fenced import TrainerBroker
 from pipeline.keys import GROUP, Keys
 from pipeline.leases import WorkerBroker

@@ -27,10 +27,11 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from pipeline import job_queues, join, purge
+from pipeline.agreed import Agreed
 from pipeline.broker import Broker
 from pipeline.causes import causes
 from pipeline.code import digest
-from pipeline.config import Agreed, GenerateConfig, RunConfig, WorkerConfig
+from pipeline.config import GenerateConfig, RunConfig, WorkerConfig
 from pipeline.errors import UsageError
 from pipeline.glance import look
 from pipeline.jobs import EVAL, REWARD, Jobs, Outcome

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 from pipeline import audit, inspect, purge, show, status
+from pipeline.agreed import Agreed
 from pipeline.broker import Broker
 from pipeline.codec import encode
-from pipeline.config import Agreed
 from pipeline.errors import RedisDown, UsageError
 from pipeline.fenced import TrainerBroker
 from pipeline.keys import NAMES, Keys

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.agreed import Agreed
 from pipeline.bench import BenchConfig
 from pipeline.broker import Broker
 from pipeline.codec import decode
-from pipeline.config import Agreed
 from pipeline.errors import MillpondError, UsageError
 from pipeline.fenced import TrainerBroker
 from pipeline.keys import Keys
