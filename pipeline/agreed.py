@@ -28,6 +28,8 @@ class Agreed(Rollout):
     pause_generation_mode: Literal["retract", "in_place"]
     async_unused_samples_handler: Literal["retry", "drop"] = "retry"
     update_weight_transport: Literal["disk", "distributed"] = "disk"
+    adapter_rank: int = 0
+    "of the adapters that are published alone; 0: whole weights are"
     deterministic_mode: bool = False
     heartbeat_limit_ms: int = 20_000
     digest: str = ""  # of all others: who works by another one is leased nothing

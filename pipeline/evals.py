@@ -11,7 +11,7 @@ from pipeline.errors import UsageError
 from pipeline.evaluation import names
 from pipeline.options import flag
 from pipeline.sections import Fraction, Positive, PositiveFloat, Section
-from pipeline.types import Policy
+from pipeline.types import HF, Policy
 
 HOLD = 60.0
 "Seconds after which shared engines are no longer held for an evaluation, unless its worker renews that."
@@ -25,6 +25,8 @@ class Ask(Section):
     version: int
     path: str
     "folder of the weights, kept until this has ended; empty where there are none (echo)"
+    format: str = HF
+    "what that folder holds"
     digest: str
     sets: tuple[str, ...]
     "names"
@@ -43,7 +45,7 @@ class Ask(Section):
 
     @property
     def policy(self) -> Policy:
-        return Policy(self.version, self.path, "hf", self.digest, self.step, 0.0)
+        return Policy(self.version, self.path, self.format, self.digest, self.step, 0.0)
 
 
 def ask_of(config: Any, policy: Policy) -> Ask:
@@ -53,6 +55,7 @@ def ask_of(config: Any, policy: Policy) -> Ask:
         step=policy.step,
         version=policy.version,
         path=policy.path,
+        format=policy.format,
         digest=policy.digest,
         sets=tuple(names(config)),
         samples=config.n_samples_per_eval_prompt,

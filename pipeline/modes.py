@@ -243,6 +243,7 @@ def agreed(config: Trained) -> Agreed:
         rollout_submission_granularity=config.rollout_submission_granularity,
         async_unused_samples_handler=config.async_unused_samples_handler,
         update_weight_transport=config.update_weight_transport,
+        adapter_rank=config.lora_rank if config.lora_publish == "adapter" else 0,
         deterministic_mode=config.deterministic_mode,
         pause_generation_mode="in_place" if config.pause_generation_mode == "in_place" else "retract",
     )

@@ -32,7 +32,10 @@ def _known(folder: Path) -> str:
         if found := [path for path in place.glob("*/state.json") if re.fullmatch(r"\d{8,}", path.parent.name)]:
             return f"it holds checkpoints; give one of them, such as {max(found).parent}"
     if (folder / "adapter_config.json").is_file():
-        return "adapters alone; merge them into their model (peft's merge_and_unload) and give that as --hf-checkpoint"
+        return (
+            "adapters alone; merge them into their model (peft's merge_and_unload; a run that ended has done so in its "
+            "folder `merged`) and give that as --hf-checkpoint, or go on with adapters from a checkpoint of the run"
+        )
     if (folder / TRACKER).is_file() or any(folder.glob("iter_*")) or any(folder.glob("mp_rank_*")):
         return f"a Megatron checkpoint; {CONVERT}"
     if (folder / "release").is_dir() or (folder / "common.pt").is_file() or (folder / ".metadata").is_file():

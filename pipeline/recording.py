@@ -37,6 +37,8 @@ def refused(config: Any) -> Iterator[str]:
     """A sentence for each thing that cannot work."""
     if getattr(config, "debug_rollout_only", False) and config.update_weight_transport != "disk":
         yield "--debug-rollout-only has no new weights to send: leave --update-weight-transport out"
+    if getattr(config, "debug_rollout_only", False) and config.lora_publish == "adapter":
+        yield "--debug-rollout-only publishes --hf-checkpoint as it is, without adapters: leave --lora-publish out"
     if getattr(config, "debug_rollout_only", False) and config.load and not config.resume:
         yield f"--debug-rollout-only publishes --hf-checkpoint as it is: give {config.load} there, and leave --load out"
     if getattr(config, "deterministic_mode", False):

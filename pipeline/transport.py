@@ -11,6 +11,9 @@ from pipeline.sections import Positive, PositiveFloat, Section, option
 class Transport(Section):
     """Weights to the engines"""
 
+    lora_publish: Literal["merged", "adapter"] = option(
+        "merged", "--lora-rank: engines load the model with its adapters merged, or the adapters alone beside the model"
+    )
     update_weight_transport: Literal["disk", "distributed"] = option(
         "disk", "disk: engines load each version's folder; distributed: SGLang servers have it from the trainer as well"
     )
@@ -23,18 +26,38 @@ class Transport(Section):
     )
 
 
+ROUTER = (
+    "behind a router requests would name adapters that some of its servers do not have yet; leave the router out, or "
+    "publish merged weights"
+)
+TRANSPORT = "update_weight_transport"
+
+
 def idle(config: Section) -> list[tuple[bool, str, tuple[str, ...]]]:
     """Rules as `modes.idle` has them."""
-    off = isinstance(config, Transport) and config.update_weight_transport == "disk"
-    names = tuple(name for name in Transport.model_fields if name != "update_weight_transport")
-    return [(off, "it belongs to --update-weight-transport distributed", names)]
+    if not isinstance(config, Transport):
+        return []
+    adapters, sglang = config.lora_publish == "adapter", getattr(config, "engine", "") == "sglang"
+    names = tuple(name for name in Transport.model_fields if name.startswith("update_weight_") and name != TRANSPORT)
+    return [
+        (config.update_weight_transport == "disk", "it belongs to --update-weight-transport distributed", names),
+        (getattr(config, "lora_rank", 0) == 0, "without --lora-rank there are no adapters", ("lora_publish",)),
+        (adapters and sglang, "under --lora-publish adapter no request meets an update", ("pause_generation_mode",)),
+    ]
 
 
 def refused(config: Any) -> Iterator[str]:
     """`config` is a trainer's, and in `millpond run` the engines' too."""
+    if config.lora_publish == "adapter" and getattr(config, "engine_router_url", None):
+        yield f"--engine-router-url with --lora-publish adapter: {ROUTER}"
     if config.update_weight_transport == "disk":
         return
     what = "--update-weight-transport distributed"
+    if config.lora_publish == "adapter":
+        yield (
+            f"{what} with --lora-publish adapter: adapters are small and go by their folder; leave "
+            "--update-weight-transport out, or publish merged weights"
+        )
     if config.train_backend == "echo":
         yield f"{what}: --train-backend echo has no weights to send; leave it out"
     engine = getattr(config, "engine", "sglang")

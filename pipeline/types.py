@@ -18,6 +18,9 @@ Mask = NDArray[np.uint8]
 
 COMPLETED, TRUNCATED, ABORTED = "completed", "truncated", "aborted"
 
+HF, PEFT = "hf", "peft"
+"What a folder of weights holds: a model in Hugging Face's layout, or adapters (LoRA) alone in peft's."
+
 
 class Span(NamedTuple):
     """Response tokens `start:end` were sampled with the weights `version`; None is an unknown version."""
@@ -118,9 +121,9 @@ class Policy:
     version: int
     "grows by at least one with each publication, over restarts too"
     path: str
-    "folder in the Hugging Face layout, complete before it is named here; empty where no weights exist (echo)"
+    "folder, complete before it is named here; empty where no weights exist (echo)"
     format: str
-    "hf"
+    "hf | peft"
     digest: str
     "sha256 over the weight files"
     step: int

@@ -21,11 +21,15 @@ PAUSE = 0.2
 class CatchUp:
     """One load at a time, never of a lower version."""
 
-    def __init__(self, broker: WorkerBroker, engine: Engine, tell: Callable[[], Awaitable[object]]) -> None:
-        """`tell` lets the run know what is being loaded, before its folder is opened: so it is not deleted."""
+    def __init__(
+        self, broker: WorkerBroker, engine: Engine, tell: Callable[[], Awaitable[object]], form: str | None = None
+    ) -> None:
+        """`tell` lets the run know what is being loaded, before its folder is opened: so it is not deleted. `form`: of
+        the weights that are meant; others come of settings that are news to this worker, which its next lease is."""
         self.broker = broker
         self.engine = engine
         self.tell = tell
+        self.form = form
         self.loading: int | None = None
         self.since: float | None = None
         "monotonic time since which it is loaded"
@@ -41,6 +45,8 @@ class CatchUp:
         async with self._one:
             failed: list[int] = []
             while (policy := await self.broker.policy()) and policy.version > (self.engine.version or 0):
+                if self.form not in (None, policy.format):
+                    break
                 self.loading, self.since = policy.version, time.monotonic()
                 try:
                     await self.tell()

@@ -1,4 +1,4 @@
-"""The weights of a Millpond checkpoint as a folder that engines can load."""
+"""The weights of a Millpond checkpoint as a folder that engines can load; and what a folder of adapters says."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -16,6 +17,34 @@ from pipeline.errors import UsageError
 
 OWN = "model."
 "What names of the model's tensors begin with in a checkpoint; the others are the optimizer's."
+
+
+ADAPTERS = "adapter_config.json"
+"In a folder of adapters alone, and in no other."
+
+
+def rank_of(adapters: Path) -> int:
+    """UsageError where the folder does not say."""
+    rank = _said(adapters).get("r")
+    if type(rank) is not int or rank < 1:
+        raise UsageError(f"{adapters / ADAPTERS}: no rank of adapters (r)")
+    return rank
+
+
+def base_of(adapters: Path) -> Path:
+    """The model that they are added to, as far as the folder says and it is on this machine. UsageError."""
+    named = _said(adapters).get("base_model_name_or_path")
+    if not named or not (Path(named) / "config.json").is_file():
+        raise UsageError(f"{adapters} holds adapters to {named or 'a model'}: give its folder with --hf-checkpoint")
+    return Path(named)
+
+
+def _said(adapters: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((adapters / ADAPTERS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{adapters / ADAPTERS}: {error}") from error
+    return found if isinstance(found, dict) else {}
 
 
 @contextmanager

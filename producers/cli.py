@@ -134,7 +134,7 @@ async def _generator(
     """A generator with its engine started, registered and giving signs of life."""
     path, own = config.dynamic_sampling_filter_path, config.custom_generate_function_path
     play = custom_generate.load(own) if own else custom_generate.ONCE
-    engine, tokenizer = engines.build(config, rules.pause_generation_mode)
+    engine, tokenizer = engines.build(config, rules.pause_generation_mode, rules.adapter_rank)
     maker = Maker(engine, tokenizer, scorer, rules, broker.worker, asyncio.Semaphore(engines.slots(config)), play)
     worker = Worker(broker, maker, filters.load(path) if path else None)
     generator = (waves.Waves if rules.deterministic_mode else Generator)(worker, engines.slots(config))

@@ -3,6 +3,7 @@
 millpond eval --hf-checkpoint FOLDER --eval-prompt-data NAME PATH --rm-type exact
 millpond eval runs/demo                            its newest checkpoint, with its model, sets and reward
 millpond eval runs/demo/checkpoints/best           another one
+millpond eval runs/demo/weights/00000012           what was published, merged or as adapters alone
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from pipeline.flags import parse
 from pipeline.metrics import Values
 from pipeline.modes import check
 from pipeline.sections import JsonMap
-from pipeline.types import Policy
-from producers.checkpoint_weights import as_folder
+from pipeline.types import HF, PEFT, Policy
+from producers.checkpoint_weights import ADAPTERS, as_folder, base_of, rank_of
 from producers.evaluate import evaluate
 
 
@@ -52,6 +53,8 @@ class Meant:
     run: Path | None = None
     "folder whose options go before the defaults"
     checkpoint: Path | None = None
+    adapters: Path | None = None
+    "folder of adapters alone, as published or in a checkpoint"
 
 
 def main(argv: list[str]) -> int:
@@ -84,8 +87,10 @@ def _main(argv: list[str]) -> int:
         )
     logging.basicConfig(level=logging.WARNING, format="millpond: %(message)s")
     with ExitStack() as stack:
-        weights = config.hf_checkpoint
-        if meant.checkpoint and config.engine != "echo":
+        weights = meant.adapters or config.hf_checkpoint
+        if meant.adapters and config.hf_checkpoint is None:
+            config = config.model_copy(update={"hf_checkpoint": base_of(meant.adapters)})
+        elif meant.checkpoint and not meant.adapters and config.engine != "echo":
             if weights is None:
                 raise UsageError("--hf-checkpoint is needed: the folder of the model that the checkpoint is of")
             weights = stack.enter_context(as_folder(meant.checkpoint, weights))
@@ -95,22 +100,30 @@ def _main(argv: list[str]) -> int:
 
 
 def _meant(path: Path) -> Meant:
-    """A run by folder or name, a checkpoint, or neither: a model's folder."""
+    """A run by folder or name, a checkpoint, adapters, or none of these: a model's folder."""
     if not path.exists() and (RUNS / path).is_dir():
         path = RUNS / path
     path = path.resolve()
+    if (path / ADAPTERS).is_file():
+        run = path.parents[1]
+        return Meant(run if _settings(run) else None, adapters=path)
     if (path / "state.json").is_file() and (path / "model").is_dir():
         if not _settings(path.parents[1]):
             raise UsageError(f"{path}: a checkpoint is evaluated where its run is, and {path.parents[1]} is none")
-        return Meant(path.parents[1], path)
+        return _checkpoint(path.parents[1], path)
     if _settings(path):
         found = sorted(p for p in (path / "checkpoints").glob("[0-9]*") if p.name.isdigit())
         if not found:
             raise UsageError(f"{path} has no checkpoint yet; a folder under weights/ can be evaluated as well")
-        return Meant(path, found[-1])
+        return _checkpoint(path, found[-1])
     if not (path / "config.json").is_file():
         raise UsageError(f"{path}: neither a run, nor a checkpoint, nor a model's folder")
     return Meant()
+
+
+def _checkpoint(run: Path, path: Path) -> Meant:
+    adapters = path / "model" / "adapter"
+    return Meant(run, path, adapters if (adapters / ADAPTERS).is_file() else None)
 
 
 def _settings(run: Path) -> str:
@@ -130,7 +143,9 @@ def _aside(run: Path | None, flags: Sequence[str]) -> list[str]:
 
 def _work(config: EvalConfig, weights: Path | None) -> tuple[Ask, EvalConfig, Agreed]:
     """What `evaluate` is given. Without a trainer there are no rules of a run but those in `config`."""
-    policy = Policy(1, str(weights.absolute()) if weights and config.engine != "echo" else "", "hf", "", 0, 0.0)
+    path = str(weights.absolute()) if weights and config.engine != "echo" else ""
+    rank = rank_of(weights) if weights and (weights / ADAPTERS).is_file() else 0
+    policy = Policy(1, path, PEFT if rank else HF, "", 0, 0.0)
     fields = ("rollout_seed", "apply_chat_template", "apply_chat_template_kwargs")
     rules = Agreed(
         **{name: getattr(config, name) for name in fields},
@@ -144,6 +159,7 @@ def _work(config: EvalConfig, weights: Path | None) -> tuple[Ask, EvalConfig, Ag
         max_group_bytes=1,
         rollout_submission_granularity="sample",
         pause_generation_mode="retract",
+        adapter_rank=rank,
     )
     return ask_of(config, policy), config, rules
 

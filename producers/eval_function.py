@@ -27,7 +27,7 @@ class EvalInput:
     "training steps done"
     version: int
     weights: Path | None
-    "folder in the Hugging Face layout, there until the function ends; None where nothing is trained"
+    "folder in the Hugging Face layout (--lora-publish adapter: peft's), there until it ends; None: nothing is trained"
     samples: int
     "answers to each prompt"
     temperature: float

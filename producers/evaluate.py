@@ -111,7 +111,7 @@ def reward_of(config: EvalWork) -> Rewards:
 @asynccontextmanager
 async def _engine(ask: Ask, config: EvalWork, rules: Agreed) -> AsyncIterator[tuple[Engine, Tokenizer]]:
     """An engine that serves just that version."""
-    engine, tokenizer = engines.build(config, rules.pause_generation_mode)
+    engine, tokenizer = engines.build(config, rules.pause_generation_mode, rules.adapter_rank)
     try:
         await engine.start()
         await engine.load(ask.policy)

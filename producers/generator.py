@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeline.replies import OTHER_CONFIG, Lease, Leased, Pulse
 from pipeline.room import given_up, lag
+from pipeline.types import HF, PEFT
 from producers.catch_up import CatchUp
 from producers.group import Progress
 from producers.tasks import cancel
@@ -40,7 +41,8 @@ class Generator:
         self.poke = asyncio.Event()
         self.wakeful = True
         "something may have changed since a lease gave less than was wanted"
-        self.weights = CatchUp(self.broker, self.engine, lambda: self.broker.heartbeat(self.info(), self.spare))
+        form = PEFT if self.rules.adapter_rank else HF
+        self.weights = CatchUp(self.broker, self.engine, lambda: self.broker.heartbeat(self.info(), self.spare), form)
         self.began = self.turned = time.monotonic()
         self.ready = True
         "False while the engine starts"

@@ -14,6 +14,7 @@ import asyncio
 import json
 import sys
 import threading
+import uuid
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,15 @@ def violation(path: str, method: str, body: Any) -> str:
 
 
 @dataclass(eq=False)
+class Adapter:
+    """Loaded, under an id of its own each time."""
+
+    folder: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    users: int = 0
+
+
+@dataclass(eq=False)
 class Flight:
     """A request in the engine."""
 
@@ -66,11 +76,12 @@ class Flight:
     running: bool = False
     aborted: bool = False
     retractions: int = 0
+    adapter: Adapter | None = None
 
     @property
     def key(self) -> tuple[str | None, tuple[int, ...]]:
         """Under which its prompt is found in the prefix cache."""
-        return self.extra_key, tuple(self.prompt)
+        return f"{self.extra_key}{self.adapter.id if self.adapter else ''}", tuple(self.prompt)
 
 
 class FakeSGLang:
@@ -103,6 +114,8 @@ class FakeSGLang:
         self.has_sessions = True
         "servers before 0.5.23 know no begin_weight_update"
         self.deterministic = False
+        self.lora = {"enable_lora": None, "max_lora_rank": None, "max_loaded_loras": None, "dp_size": 1}
+        "options of adapters that it was started with"
         self.tp_size = 1
         self.held = self.holding = False
         "while held, no tensor is received; whether somebody waits for that"
@@ -133,6 +146,11 @@ class FakeSGLang:
         self.cache: dict[tuple[str | None, tuple[int, ...]], str] = {}
         "prompts, and the weights that their cache was computed with"
         self.moved = asyncio.Condition()
+        self.adapters: dict[str, Adapter] = {}
+        "by name, those that can be named"
+        self.ever: dict[str, str] = {}
+        "name -> folder of all that were ever loaded: one that was taken down is loaded again for who names it"
+        self.adapting = asyncio.Lock()
 
     # -- for tests
 
@@ -242,7 +260,11 @@ class FakeSGLang:
         if self.poison[sampling["sampling_seed"]]:
             self.poison[sampling["sampling_seed"]] -= 1
             return web.json_response({"error": {"message": "poisoned"}}, status=500)
-        flight = self.flights[rid] = Flight(rid, ids, sampling, body.get("extra_key"))
+        try:
+            adapter = await self._adapter(body["lora_path"]) if body.get("lora_path") else None
+        except LookupError as error:
+            return _error(str(error))
+        flight = self.flights[rid] = Flight(rid, ids, sampling, body.get("extra_key"), adapter=adapter)
         try:
             finish = await self._sample(flight)
         except asyncio.CancelledError:
@@ -250,6 +272,8 @@ class FakeSGLang:
             raise
         finally:
             self.flights.pop(rid, None)
+            if adapter:
+                adapter.users -= 1
             await self.move()
         reply = self._reply(flight, finish)
         orders = self.orders["/generate"]
@@ -311,7 +335,9 @@ class FakeSGLang:
         return web.json_response({"model_path": self.path, "weight_version": self.says or self.label})
 
     async def v1_models(self, _: None) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "m", "max_model_len": self.context}]})
+        base = {"id": "m", "root": "m", "parent": None, "max_model_len": self.context}
+        cards = [{"id": n, "root": a.folder, "parent": "m", "max_model_len": None} for n, a in self.adapters.items()]
+        return web.json_response({"object": "list", "data": [base, *cards]})
 
     async def ready(self, _: None) -> web.Response:
         if not self.has_ready:
@@ -367,7 +393,7 @@ class FakeSGLang:
     # -- weights over a process group
 
     async def server_info(self, _: None) -> web.Response:
-        told = {"tp_size": self.tp_size, "pp_size": 1, "dp_size": 1, "device": "cpu"}
+        told = {"tp_size": self.tp_size, "pp_size": 1, "device": "cpu", **self.lora}
         return web.json_response({**told, "enable_deterministic_inference": self.deterministic})
 
     async def begin_weight_update(self, _: Reply) -> web.Response:
@@ -417,6 +443,57 @@ class FakeSGLang:
             return _failed(APPLIED)
         self.label = self.stamp
         return web.json_response({"success": True, "message": "Succeeded to update parameter online."})
+
+    # -- adapters
+
+    async def load_lora_adapter(self, body: Reply) -> web.Response:
+        if self.lora["enable_lora"] is not True:
+            return self._adapted("LoRA is not enabled. Please set `--enable-lora` to enable LoRA.")
+        async with self.adapting:
+            return await self._load_adapter(body["lora_name"], body["lora_path"])
+
+    async def _load_adapter(self, name: str, folder: str) -> web.Response:
+        if name in self.adapters:
+            return self._adapted(f"Failed to load LoRA adapter {name} because it is already loaded")
+        if not (folder in self.weighs or (Path(folder) / "adapter_config.json").is_file()):
+            return self._adapted(f"Repo id must be in the form 'repo_name' or 'namespace/repo_name': '{folder}'.")
+        self.adapters[name] = Adapter(folder)
+        self.ever[name] = folder
+        while len(self.adapters) > (self.lora["max_loaded_loras"] or 1 << 30):
+            await self._unload_adapter(next(iter(self.adapters)))
+        return self._adapted()
+
+    async def unload_lora_adapter(self, body: Reply) -> web.Response:
+        async with self.adapting:
+            if body["lora_name"] not in self.adapters:
+                return self._adapted(f"LoRA with name {body['lora_name']} does not exist.")
+            await self._unload_adapter(body["lora_name"])
+            return self._adapted()
+
+    async def _unload_adapter(self, name: str) -> None:
+        """Nothing else is loaded while it waits for who uses it."""
+        adapter = self.adapters.pop(name)
+        async with self.moved:
+            await self.moved.wait_for(lambda: adapter.users == 0)
+
+    async def _adapter(self, name: str) -> Adapter:
+        """Which counts one user more. LookupError says what the answer does."""
+        if self.lora["enable_lora"] is not True:
+            raise LookupError(f"LoRA adapter '{name}' was requested, but LoRA is not enabled.")
+        if name not in self.adapters and name not in self.ever:
+            raise LookupError(f"Got LoRA adapter that has never been loaded: {name}")
+        if name not in self.adapters:
+            async with self.adapting:
+                await self._load_adapter(name, self.ever[name])
+            self.violations.append(f"{name} was named, and had been taken down")
+        self.adapters[name] = self.adapters.pop(name)  # the latest used is the last
+        self.adapters[name].users += 1
+        return self.adapters[name]
+
+    def _adapted(self, problem: str = "") -> web.Response:
+        there = {name: adapter.folder for name, adapter in self.adapters.items()}
+        told = {"success": not problem, "error_message": problem, "loaded_adapters": there}
+        return web.json_response(told, status=400 if problem else 200)
 
     async def flush_cache(self, _: None) -> web.Response:
         done = self._flushed()

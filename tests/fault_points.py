@@ -110,7 +110,7 @@ class Recorder(EchoBackend):
         self.batches.append([g.prompt.id for g in groups])
         return super().train(groups, step, at)
 
-    def save_weights(self, folder: Path) -> None:
+    def save_weights(self, folder: Path, form: str = "hf") -> None:
         (folder / "model.safetensors").write_text(json.dumps(self.batches))
 
     def save(self, folder: Path) -> None:

@@ -12,11 +12,11 @@ from trainer_groups import group, random_groups, sample, sequence
 
 from pipeline import torchrun
 from pipeline.config import TrainConfig
-from pipeline.types import Group
+from pipeline.types import PEFT, Group
 from trainer import backends
 
 
-def steps(backend: Any, out: Path, counts: list[int]) -> None:
+def steps(backend: Any, out: Path, counts: list[int], adapters: bool) -> None:
     """Trains on groups of so many prompts each, saves half-way and loads that again."""
     out.mkdir()
     lines = []
@@ -26,6 +26,9 @@ def steps(backend: Any, out: Path, counts: list[int]) -> None:
             folder = out / f"{kind}-{step}"
             folder.mkdir()
             getattr(backend, kind)(folder)
+        if adapters:
+            (out / f"adapter-{step}").mkdir()
+            backend.save_weights(out / f"adapter-{step}", PEFT)
         sent = zip(backend.outline(), backend.pieces(), strict=True)
         save_file({piece.name: tensor for piece, tensor in sent}, out / "sent.safetensors")
     for groups in (one_left(), []):
@@ -48,7 +51,7 @@ def main(rules: str, out: str, counts: str) -> None:
     if torchrun.rank():
         backends.follow(config, True)
     else:
-        steps(backends.build(config, True), Path(out), json.loads(counts))
+        steps(backends.build(config, True), Path(out), json.loads(counts), config.lora_rank > 0)
 
 
 if __name__ == "__main__":

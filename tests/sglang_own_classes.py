@@ -19,6 +19,8 @@ def main() -> None:
         "/continue_generation": own.ContinueGenerationReqInput,
         "/update_weights_from_disk": own.UpdateWeightFromDiskReqInput,
         "/update_weight_version": own.UpdateWeightVersionReqInput,
+        "/load_lora_adapter": own.LoadLoRAAdapterReqInput,
+        "/unload_lora_adapter": own.UnloadLoRAAdapterReqInput,
         "/begin_weight_update": own.BeginWeightUpdateReqInput,
         "/end_weight_update": own.EndWeightUpdateReqInput,
         "/init_weights_update_group": own.InitWeightsUpdateGroupReqInput,

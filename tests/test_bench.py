@@ -70,8 +70,11 @@ def test_a_training_step_is_measured_beside_a_bare_loop(capsys: Any) -> None:
     assert "torch" in found
 
 
-def test_what_publishing_takes_of_memory_is_measured(capsys: Any) -> None:
-    check(figures(capsys, "publish"), {"peak_1_over_file": "at most 4"})
+def test_what_publishing_takes_of_memory_is_measured_and_what_adapters_alone_save(capsys: Any) -> None:
+    found = figures(capsys, "publish")
+    check(found, {"peak_1_over_file": "at most 4"})
+    assert found["merged_over_adapter_bytes"]["value"] > 3
+    assert found["merged_over_adapter_seconds"]["value"] > 0
 
 
 def test_a_table_says_which_aims_are_reached(capsys: Any) -> None:

@@ -55,7 +55,7 @@ class Weighty(EchoBackend):
         self.at.get(f"at_{step + 1}", int)()
         return super().train(groups, step, at)
 
-    def save_weights(self, folder: Path) -> None:
+    def save_weights(self, folder: Path, form: str = "hf") -> None:
         save_file({"w": np.array([self.steps], np.float32)}, folder / "model.safetensors")
 
 

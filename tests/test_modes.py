@@ -30,6 +30,8 @@ def refusal(config: Section) -> str:
 
 
 ASYNC = {"fully_async": True, "max_weight_staleness": 2}
+ADAPTERS = {"lora_rank": 8, "lora_publish": "adapter"}
+SGLANG = {"engine": "sglang", "engine_url": "http://a:1"}
 
 
 def test_neither_flag_is_lock_step() -> None:
@@ -117,6 +119,9 @@ def test_what_nothing_here_does_is_refused_in_every_mode(
         (train(auto_resume=True, save_interval=0), "--auto-resume needs checkpoints"),
         (train(take_over=True, wait=True), "use one"),
         (train(lora_rank=8, lora_dropout=0.1), "--lora-dropout 0.1: with dropout"),
+        (train(**ADAPTERS, update_weight_transport="distributed"), "adapters are small and go by their folder"),
+        (train(**ADAPTERS, debug_rollout_only=True), "leave --lora-publish out"),
+        (run(**ADAPTERS, **SGLANG, engine_router_url="http://r:1"), "--engine-router-url with --lora-publish adapter"),
         (run(rm_type=None), "no reward"),
         (GenerateConfig(), "no reward"),
     ],
@@ -136,6 +141,9 @@ def test_what_cannot_work_is_refused_with_a_remedy(config: Section, said: str) -
         (train(min_lr=1e-7), "min_lr"),
         (train(micro_batch_size=4), "micro_batch_size"),
         (train(lora_alpha=32.0), "lora_alpha"),
+        (train(lora_publish="adapter"), "lora_publish"),
+        (train(lora_publish="merged"), "lora_publish"),
+        (run(**ADAPTERS, **SGLANG, pause_generation_mode="in_place"), "pause_generation_mode"),
         (train(train_backend="echo", lora_rank=8), "lora_rank"),
         (train(use_dynamic_batch_size=False, max_tokens_per_gpu=9216), "max_tokens_per_gpu"),
         (train(train_backend="echo", gradient_checkpointing=True), "gradient_checkpointing"),

@@ -65,7 +65,7 @@ class Tensors(EchoBackend):
     def all(self) -> dict[str, torch.Tensor]:
         return {name: torch.full(shape, self.value) for name, shape in self.made.items()}
 
-    def save_weights(self, folder: Path) -> None:
+    def save_weights(self, folder: Path, form: str = "hf") -> None:
         folder.mkdir(parents=True)
         save_file(self.all(), folder / "model.safetensors")
 

@@ -27,22 +27,29 @@ from processes import PATIENT, Stage, Started, audited, contiguous, eventually, 
 from rig import Rig
 from test_deploy import ENV, SMALL, Deployed, redis_service
 from test_sglang_wire import BODIES
+from trainer_groups import random_groups
 
 from pipeline.errors import UsageError
-from pipeline.types import Policy
+from pipeline.types import PEFT, Policy, Span
 from producers.catch_up import CatchUp
+from producers.engines import sglang_wire as wire
 from producers.engines.base import Completion, Request, Sampling
 from producers.engines.sglang import SGLangEngine
+from producers.engines.sglang_adapters import Adapters
 from producers.engines.sglang_pool import Servers
 from producers.sglang_cpu.serve import ServeConfig, complete, environment
 from trainer import demo_model
 from trainer.backends.echo import EchoBackend
 from trainer.backends.hf import CausalModel
+from trainer.backends.torch import TorchBackend
 from trainer.push import Push
+from trainer.weights import digest
 
 T = TypeVar("T")
 KEY = "sk-heron"
 VENV = Path(os.environ.get("MILLPOND_SGLANG_VENV", ServeConfig().sglang_venv)).expanduser()
+RANK = 4
+"of adapters that the server has room for"
 READY = 240.0
 "seconds a start may take"
 
@@ -68,7 +75,7 @@ class Server:
 
     def start(self) -> Started:
         started = self.stage.millpond(
-            *("sglang", "--hf-checkpoint", self.models[0], "--port", self.port),
+            *("sglang", "--hf-checkpoint", self.models[0], "--port", self.port, "--lora-rank", RANK),
             MILLPOND_ENGINE_API_KEY=KEY,
             MILLPOND_SGLANG_VENV=str(VENV),
         )
@@ -82,8 +89,9 @@ class Server:
             os.kill(pid, signal.SIGKILL)
         self.process.process.wait()
 
-    def engine(self, key: str = KEY, mode: str = "retract", router: str | None = None) -> SGLangEngine:
-        return SGLangEngine(self.models[0], Servers((self.url,), router, key), mode, 60.0)
+    def engine(self, key: str = KEY, mode: str = "retract", **more: Any) -> SGLangEngine:
+        """`more` as Servers has it."""
+        return SGLangEngine(self.models[0], Servers((self.url,), key=key, **more), mode, 60.0)
 
     def policy(self, version: int) -> Policy:
         return Policy(version, str(self.models[version % 4]), "hf", "digest", 0, time.time())
@@ -100,6 +108,11 @@ def answers(url: str) -> bool:
             return bool(reply.status == 200)
     except (OSError, urllib.error.URLError):
         return False
+
+
+def said_by(url: str) -> str:
+    with urllib.request.urlopen(urllib.request.Request(url, headers={"Authorization": f"Bearer {KEY}"})) as reply:
+        return str(reply.read().decode())
 
 
 def free_port() -> int:
@@ -269,6 +282,60 @@ def test_who_comes_late_serves_nothing_before_it_has_the_current_weights(server:
     assert np.abs(by_transformers(server.models[3], request(2, 8), done) - done.logprobs).max() < 1e-4
 
 
+def test_adapters_come_and_go_beside_the_model_while_requests_run(server: Server, tmp_path: Path) -> None:
+    """Published by the trainer's backend. Log-probabilities are the trainer's under each; what runs while the next one
+    is loaded ends with its own; nothing of ours stays but the newest. Whole weights that a run had put there give way
+    to the model, and later ones take its place again."""
+    rules = {"hf_checkpoint": server.models[0], "device": "cpu", "lora_rank": RANK, "lr": 1e-2}
+    trained = TorchBackend(train_config(train_backend="torch", **rules), True)
+    adapters = Adapters(RANK, server.models[0])
+
+    def published(version: int) -> Policy:
+        folder = tmp_path / str(version)
+        folder.mkdir()
+        trained.save_weights(folder, PEFT)
+        return Policy(version, str(folder), PEFT, digest(folder), version, 0.0)
+
+    def agrees(asked: Request, done: Completion) -> bool:
+        ids = torch.from_numpy(np.concatenate((asked.tokens, done.tokens))).long()
+        with torch.no_grad():
+            logits = trained._model.logits(ids[None], torch.arange(len(asked.tokens) - 1, len(ids) - 1))
+        logs = logits.log_softmax(-1).gather(1, ids[len(asked.tokens) :, None])[:, 0].numpy()
+        return bool(np.abs(logs - done.logprobs).max() < 1e-4)
+
+    async def go() -> None:
+        whole = await opened(server.engine(), server.policy(10))
+        await whole.close()
+        engine = server.engine(adapters=adapters)
+        await engine.start()
+        try:
+            for version in (11, 13):
+                await engine.load(published(version))
+                running = [asyncio.create_task(engine.generate(request(n, 120))) for n in range(8)]
+                await asyncio.sleep(0.2)
+                short = await engine.generate(request(8, 12))
+                assert [span.version for span in short.versions] == [version]
+                assert agrees(request(8, 12), short)
+                trained.train(random_groups(4, 4, seed=version), version)
+                await engine.load(published(version + 1))
+                across = await asyncio.gather(*running)
+                assert {done.versions for done in across} == {(Span(version, 0, 120),)}
+                after = await engine.generate(request(9, 12))
+                assert agrees(request(9, 12), after)
+                assert not agrees(request(8, 12), short)
+        finally:
+            await engine.close()
+        there = json.loads(said_by(f"{server.url}/v1/models"))["data"]
+        last = Policy(14, "", PEFT, digest(tmp_path / "14"), 0, 0.0)
+        assert [card["id"] for card in there[1:]] == [wire.adapter(last)]
+        again = await opened(server.engine(), server.policy(30))
+        done = await again.generate(request(2, 12))
+        await again.close()
+        assert np.abs(by_transformers(server.models[2], request(2, 12), done) - done.logprobs).max() < 1e-4
+
+    do(go())
+
+
 @pytest.fixture
 def router(server: Server) -> Iterator[str]:
     """SGLang's own, before the one server. It looks for a GPU first, hence the server's environment."""
@@ -374,6 +441,33 @@ def test_a_run_whose_weights_come_over_a_process_group(server: Server, tmp_path:
     assert max(line["train/train_rollout_logprob_abs_diff"] for line in lines) < 0.5
     said = (out / "logs" / "trainer.log").read_text()
     assert len(re.findall("version \\d+ went to 1 engines", said)) >= 4, said
+
+
+@pytest.mark.slow
+def test_a_run_whose_adapters_are_beside_the_model(server: Server, tmp_path: Path) -> None:
+    """With evaluations on the generator's server. The log-probabilities that the trainer finds are the server's; what
+    is left at the end is a whole model, and the last adapter alone on the server."""
+    from producers.demo import write_prompts
+
+    out, data = tmp_path / "run", write_prompts(tmp_path / "demo.jsonl", 1)
+    with Stage(tmp_path) as stage:
+        run = run_of(
+            *(stage, server, out, "--prompt-data", data, "--num-rollout", "6", "--rm-type", "positions"),
+            *("--rollout-max-response-len", "5", "--lora-rank", RANK, "--lora-publish", "adapter", "--lr", "3e-3"),
+            *("--eval-interval", "3", "--eval-prompt-data", "same", data, "--eval-shared-engines"),
+            *("--eval-overflow-policy", "backpressure"),
+        )
+        run.ends(0, seconds=240)
+        places = audited(stage, out)
+    lines = steps(out)
+    assert contiguous(lines) == 6
+    assert places["committed"] == 6 * 32
+    assert max(line["rollout/fully_async/max_staleness"] for line in lines) > 0
+    assert max(line["train/train_rollout_logprob_abs_diff"] for line in lines) < 0.5
+    assert [json.loads(line)["step"] for line in (out / "evals.jsonl").read_text().splitlines()] == [0, 3, 6]
+    assert (out / "merged" / "model.safetensors").is_file()
+    there = json.loads(said_by(f"{server.url}/v1/models"))["data"]
+    assert [card["id"].rpartition("-")[0] for card in there[1:]] == ["millpond-v7"]
 
 
 def test_evaluations_share_a_real_server_with_the_generator(server: Server, tmp_path: Path) -> None:

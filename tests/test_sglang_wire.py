@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from producers.engines.sglang_reply import Asked, as_version, completion, passin
 OFFER = Rendezvous("g", "127.0.0.1", 4000, "gloo", 60.0)
 BUCKET = (Piece("model.norm.weight", "bfloat16", (64,), 128), Piece("lm_head.weight", "float32", (22, 64), 5632))
 FOLDER = Policy(7, "folder/00000007", "hf", "digest", 3, 0.0)
+ADAPTERS = Policy(7, "folder/00000007", "peft", "f4d1" * 16, 3, 0.0)
 
 
 def request(temperature: float = 0.7, seed: int = 2**63 - 1) -> Request:
@@ -29,6 +31,10 @@ def request(temperature: float = 0.7, seed: int = 2**63 - 1) -> Request:
 
 BODIES = [
     ("/generate", wire.generate(request(), 9, "b" * 32, 7)),
+    ("/generate", wire.generate(request(), 9, "b" * 32, 7, wire.adapter(ADAPTERS))),
+    ("/load_lora_adapter", wire.load(ADAPTERS)),
+    ("/unload_lora_adapter", wire.unload(wire.adapter(ADAPTERS))),
+    ("/update_weights_from_disk", wire.restore(Path("model"), "default")),
     ("/abort_request", wire.abort("b" * 32)),
     ("/pause_generation", wire.pause("retract")),
     ("/pause_generation", wire.pause("in_place")),
@@ -49,6 +55,13 @@ BODIES = [
 @pytest.mark.parametrize(("path", "body"), BODIES)
 def test_each_body_fits_the_servers_own_openapi(path: str, body: Any) -> None:
     assert violation(path, "POST", json.loads(json.dumps(body))) == ""
+
+
+def test_an_adapters_name_is_that_of_its_version_and_weights() -> None:
+    """So that one which an earlier run left there under the same number is never taken for this one."""
+    assert wire.adapter(ADAPTERS) == "millpond-v7-f4d1f4d1f4d1f4d1"
+    assert wire.load(ADAPTERS) == {"lora_name": wire.adapter(ADAPTERS), "lora_path": "folder/00000007"}
+    assert "lora_path" not in wire.generate(request(), 9, "b" * 32, 7)
 
 
 def test_a_body_that_does_not_fit_is_found() -> None:

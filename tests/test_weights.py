@@ -25,7 +25,7 @@ class Files(EchoBackend):
         self.fail = fail
         self.content = content
 
-    def save_weights(self, folder: Path) -> None:
+    def save_weights(self, folder: Path, form: str = "hf") -> None:
         (folder / "model.safetensors").write_bytes(self.content)
         if self.fail:
             raise OSError("No space left on device")

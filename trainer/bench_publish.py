@@ -1,5 +1,8 @@
 """How much memory publishing takes: weights are gathered and written a file at a time, so it must follow the size of a
-file, not the model's. In processes of their own: what a peak was cannot be forgotten."""
+file, not the model's. In processes of their own: what a peak was cannot be forgotten.
+
+And what adapters published alone save beside the whole model with them merged: bytes, and seconds until the folder is
+complete, on the disk and has its digest."""
 
 from __future__ import annotations
 
@@ -9,11 +12,18 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
 from pipeline.config import TrainConfig
-from pipeline.measure import Figure
+from pipeline.measure import Figure, ratio, turns
+from pipeline.types import HF, PEFT
+from trainer import weights
+from trainer.workshop import Workshop
 
 STATUS = Path("/proc/self/status")
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -34,6 +44,30 @@ def measure(quick: bool) -> Iterator[Figure]:
             peak = float(done.stdout.split()[-1])
             yield Figure(f"peak_{ranks}", peak, "bytes")
             yield Figure(f"peak_{ranks}_over_file", peak / limit, "x", at_most=4)
+        if find_spec("peft"):
+            yield from _adapters(folder, 4 if quick else 16, 1 if quick else 5)
+
+
+def _adapters(folder: Path, rank: int, rounds: int) -> Iterator[Figure]:
+    """Taking turns."""
+    from trainer.backends.torch import TorchBackend
+
+    config = TrainConfig(hf_checkpoint=folder / "model", device="cpu", lora_rank=rank)
+    backend, shop, version = TorchBackend(config, True), Workshop(folder / "weights", 1), count(1)
+    shop.folder.mkdir(parents=True)
+    sizes: dict[str, int] = {}
+
+    def publish(form: str) -> None:
+        path, _ = weights.save(backend, shop, next(version), form)
+        sizes[form] = sum(file.stat().st_size for file in path.iterdir())
+        shop.take_away(path)
+
+    seconds = turns({form: partial(publish, form) for form in (HF, PEFT)}, rounds)
+    for name, form in (("merged", HF), ("adapter", PEFT)):
+        yield Figure(f"{name}_bytes", sizes[form], "bytes")
+        yield Figure(f"{name}_seconds", median(seconds[form]), "s")
+    yield Figure("merged_over_adapter_bytes", sizes[HF] / sizes[PEFT], "x")
+    yield Figure("merged_over_adapter_seconds", ratio(seconds[HF], seconds[PEFT]), "x")
 
 
 def _make_model(folder: Path, hidden: int, layers: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.codec import decode, encode
 from pipeline.rendezvous import Piece
-from pipeline.types import Group
+from pipeline.types import HF, Group
 from trainer.backends.base import At, Backend
 from trainer.ranks import Ranks
 
@@ -28,8 +28,9 @@ class Leader:
         self.ranks.tell(told, msgpack.packb([encode(group) for group in groups]))
         return self.own.train(groups, step, at)
 
-    def save_weights(self, folder: Path) -> None:
-        self._all("save_weights", folder, self.own.save_weights)
+    def save_weights(self, folder: Path, form: str = HF) -> None:
+        self.ranks.tell({"do": "save_weights", "folder": str(folder.resolve()), "form": form})
+        self.own.save_weights(folder, form)
 
     def outline(self) -> list[Piece]:
         return self.own.outline()
@@ -65,11 +66,12 @@ def follow(backend: Backend, ranks: Ranks) -> None:
         if verb == "pieces":
             for _ in backend.pieces():
                 pass
+        elif verb == "save_weights":
+            backend.save_weights(Path(command["folder"]), command["form"])
         elif verb == "train":
             at = command["at"] and At(**command["at"])
             backend.train([decode(m) for m in msgpack.unpackb(payload)], command["step"], at)
         else:
-            by_folder = {"save_weights": backend.save_weights, "load_weights": backend.load_weights}
-            by_folder |= {"save": backend.save, "load": backend.load}
+            by_folder = {"load_weights": backend.load_weights, "save": backend.save, "load": backend.load}
             by_folder[verb](Path(command["folder"]))
     return None

@@ -17,7 +17,7 @@ from consumers.staleness import Limit
 from pipeline.config import TrainConfig
 from pipeline.errors import GroupError, MillpondError, Starved, Stopped, WorkerFailed
 from pipeline.fenced import TrainerBroker
-from pipeline.types import Policy, Prompt
+from pipeline.types import HF, PEFT, Policy, Prompt
 from trainer import checkpoint, weights
 from trainer.backends.base import At, Backend
 from trainer.evaluate import Evaluations
@@ -27,6 +27,9 @@ from trainer.start import Beginning
 from trainer.workshop import Workshop
 
 log = logging.getLogger(__name__)
+
+MERGED = "merged"
+"Folder of a run that published adapters alone: the model at its end."
 
 
 @dataclass
@@ -54,6 +57,7 @@ class Loop:
         model = self.config.hf_checkpoint if self.config.debug_rollout_only else None
         self.unchanged = (model, weights.digest(model)) if model else None
         "weights that no step changes, which are published as they are; and their digest"
+        self.form = PEFT if self.config.lora_publish == "adapter" else HF
 
     def run(self) -> None:
         """To the end of steps or data, whichever comes first; what was trained is in a checkpoint at any end but a
@@ -70,6 +74,7 @@ class Loop:
             why = self._steps()
             self.drain.release()
             self.save()
+            self._export()
             self._evaluate_last()
         except (Stopped, WorkerFailed, Starved, GroupError) as error:
             self.drain.release()
@@ -138,12 +143,22 @@ class Loop:
             shop = Workshop(self.folder / "checkpoints", self.broker.epoch)
             checkpoint.point(shop, self.evals.best(set(weights.versions(shop.root))))
 
+    def _export(self) -> None:
+        """Where adapters alone were published, a whole model for who takes it away, in place of what stands there."""
+        if self.form == HF:
+            return
+        shop = Workshop(self.folder, self.broker.epoch)
+        shop.take_away(shop.root / MERGED)
+        with shop.making(MERGED) as folder:
+            self.backend.save_weights(folder)
+        log.info("the model with its adapters merged is in %s", shop.root / MERGED)
+
     def publish(self, version: int) -> Policy:
         """Write aside, rename, then announce. Room opens for what these weights were trained on."""
         shop = Workshop(self.folder / "weights", self.broker.epoch)
-        path, digest = self.unchanged or weights.save(self.backend, shop, version)
+        path, digest = self.unchanged or weights.save(self.backend, shop, version, self.form)
         where = str(path.resolve()) if digest else ""
-        policy = Policy(version, where, "hf", digest, self.now.step, time.time(), self.now.lineage)
+        policy = Policy(version, where, self.form, digest, self.now.step, time.time(), self.now.lineage)
         self.policy = policy
         if self.evals:
             self.evals.hold(policy)

@@ -7,20 +7,21 @@ import hashlib
 import re
 from pathlib import Path
 
+from pipeline.types import HF
 from trainer.backends.base import Backend
 from trainer.workshop import Workshop
 
 _VERSION = re.compile(r"\d{8,}")
 
 
-def save(backend: Backend, shop: Workshop, version: int) -> tuple[Path, str]:
+def save(backend: Backend, shop: Workshop, version: int, form: str = HF) -> tuple[Path, str]:
     """The backend's weights as ROOT/VERSION, durable and complete, and their digest, which is empty if it has none.
 
     A version that exists already is never written again: WeightsError.
     """
     name = f"{version:08d}"
     with shop.making(name) as folder:
-        backend.save_weights(folder)
+        backend.save_weights(folder, form)
         found = digest(folder)
     return shop.root / name, found
 

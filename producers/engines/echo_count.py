@@ -56,7 +56,7 @@ class CountingEcho(EchoEngine):
 
 def main(argv: list[str]) -> int:
     file = Path(argv[0])
-    engines.BUILDERS["echo"] = lambda config, _: (CountingEcho(file, config), ByteTokenizer())
+    engines.BUILDERS["echo"] = lambda config, *_: (CountingEcho(file, config), ByteTokenizer())
     return cli.generate(argv[1:])
 
 

@@ -17,12 +17,12 @@ from typing import Any, Literal
 import torch
 
 from pipeline.errors import EngineDown, WeightsError
-from pipeline.types import Policy
+from pipeline.types import HF, Policy
 from producers.engines.base import Completion, Request
 from producers.engines.limits import budget, refuse_older
 from producers.engines.local_model import Model, load_net, pick_device, read_config
 from producers.engines.local_sampler import Done, Sampler
-from producers.engines.local_weights import read
+from producers.engines.local_weights import Base, read
 
 
 class LocalEngine:
@@ -46,6 +46,7 @@ class LocalEngine:
         self._requests: dict[str, asyncio.Future[Completion]] = {}
         self._orders: set[asyncio.Future[None]] = set()
         self._loading = asyncio.Lock()
+        self._base: Base = {}
 
     @property
     def version(self) -> int | None:
@@ -90,8 +91,10 @@ class LocalEngine:
             refuse_older(sampler.version, policy)
             if not policy.path:
                 raise WeightsError(f"version {policy.version} names no weights; --engine local needs some")
-            tensors = await asyncio.to_thread(read, Path(policy.path), sampler.state)
+            tensors = await asyncio.to_thread(read, Path(policy.path), sampler.state, self._base)
             await self._order(lambda: sampler.load(tensors, policy.version))
+            if policy.format == HF:
+                self._base = None
 
     async def pause(self) -> None:
         await self._order(self._running().pause)

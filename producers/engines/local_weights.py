@@ -9,16 +9,26 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.errors import WeightsError
+from producers.engines import local_adapters
+from producers.engines.local_adapters import Tensors
 from producers.engines.local_model import open_net
 
+Base = Tensors | None
+"What a model was loaded with, of what adapters have changed; None where all has been replaced."
 
-def read(folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of all `*.safetensors` in `folder`, on the CPU, for a model with the state dict `state`.
+
+def read(folder: Path, state: dict[str, Tensor], base: Base = None) -> dict[str, Tensor]:
+    """What is to change in a model with the state dict `state`, on the CPU: the tensors of all `*.safetensors` in
+    `folder`, or its own with the adapters there added.
 
     WeightsError where the folder cannot be read, or its names and shapes are not the model's. Of tensors that the model
     ties, one is enough; where all are there, they must agree.
     """
     tensors = _read(folder)
+    if (folder / local_adapters.CONFIG).is_file():
+        if base is None:
+            raise WeightsError(f"{folder}: adapters alone, and the model they are of was replaced; start anew with it")
+        return local_adapters.merged(folder, tensors, state, base)
     if not tensors.keys() <= state.keys():
         tensors = _converted(folder)
     _check(folder, tensors, state)

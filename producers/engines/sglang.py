@@ -139,10 +139,11 @@ class SGLangEngine:
         while True:
             async with pool.way(flight, way) as way:
                 sent = way.version
-                reply = await self._send(way, flight, sent)
+                with way.lend(sent, flight) as adapter:
+                    reply = await self._send(way, flight, sent, adapter)
                 if reply.ok:
                     return self._read(reply, way, flight, sent)
-            failure = problem(reply, way.link.url)
+            failure = problem(reply, way.link.url, adapter)
             if not isinstance(failure, RequestRefused):
                 _suspect(way)
             pause = next(pauses, None)
@@ -151,11 +152,11 @@ class SGLangEngine:
             log.debug("a request is sent again: %s", failure)
             await asyncio.sleep(pause)
 
-    async def _send(self, way: Way, flight: Flight, version: int | None) -> Reply:
+    async def _send(self, way: Way, flight: Flight, version: int | None, adapter: str | None) -> Reply:
         rid = uuid.uuid4().hex
         flight.wire, flight.runs_at = rid, way.members
         try:
-            body = wire.generate(flight.request, flight.limit, rid, version)
+            body = wire.generate(flight.request, flight.limit, rid, version, adapter)
             return await way.link.post("/generate", body, None)
         except asyncio.CancelledError:
             self._errand(self._abort(way.members, rid))
@@ -164,7 +165,7 @@ class SGLangEngine:
             flight.wire = ""
 
     def _read(self, reply: Reply, way: Way, flight: Flight, sent: int | None) -> Completion:
-        done = completion(reply, Asked(flight.limit, self.vocab_size, sent, way.known))
+        done = completion(reply, Asked(flight.limit, self.vocab_size, sent, way.known, way.label))
         if any(span.version is None for span in done.versions):
             _suspect(way)
         if done.finish == "abort" and not flight.aborted and way.version != sent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from pipeline.errors import EngineDown, EngineError
@@ -80,6 +81,15 @@ class Way:
     def version(self) -> int | None:
         """The oldest that is served."""
         return min((m.version for m in self.members if m.serving and m.version is not None), default=None)
+
+    @property
+    def label(self) -> str | None:
+        """Of the model, where versions are adapters beside it: never behind a router."""
+        return self.members[0].label
+
+    def lend(self, version: int | None, flight: Flight) -> AbstractContextManager[str | None]:
+        """See Member."""
+        return self.members[0].lend(version, flight)
 
     @property
     def known(self) -> set[int]:

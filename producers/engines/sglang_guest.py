@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from pipeline.errors import EngineDown, WeightsError
-from producers.engines.sglang_member import Member, window_of
-from producers.engines.sglang_reply import as_version
+from producers.engines.sglang_member import Member
+from producers.engines.sglang_reply import as_version, window_of
 
 
 class Guest(Member):

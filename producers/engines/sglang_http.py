@@ -21,6 +21,8 @@ KEEP = 3.0
 "Seconds an idle connection is kept: less than the 5 after which SGLang's server closes it, maybe just as we send."
 PROBE = 30
 "Seconds of silence after which the kernel asks whether the other side is still there."
+SAYS = ("message", "detail", "error_message")
+"Fields of a reply that say what is wrong, one of them."
 NONE = 0
 "Status of a reply that did not come."
 
@@ -52,7 +54,7 @@ class Reply:
         """What the server says, out of the shapes it says it in, with the status before it."""
         found = self.fields
         found = found.get("error", found)
-        said = next((found[k] for k in ("message", "detail") if k in found), None) if isinstance(found, dict) else found
+        said = next((found[k] for k in SAYS if k in found), None) if isinstance(found, dict) else found
         text = str(said) if said else self.body.decode("utf-8", "replace").strip()
         return text[:500] if self.status == NONE else f"HTTP {self.status}: {text[:500]}"
 

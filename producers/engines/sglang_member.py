@@ -10,26 +10,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import uuid
-from collections.abc import Callable
-
-import numpy as np
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from pipeline.errors import EngineDown, EngineError, UsageError, WeightsError
 from pipeline.types import Policy
 from producers.engines import sglang_wire as wire
-from producers.engines.base import Request, Sampling
-from producers.engines.sglang_http import NONE, Link, Reply
+from producers.engines.sglang_http import Link, Reply
 from producers.engines.sglang_receive import NotReceived, Receiving
-from producers.engines.sglang_reply import KEY_REFUSED, Asked, as_version, completion, problem
+from producers.engines.sglang_reply import KEY_REFUSED, as_version, window_of
 from producers.engines.sglang_timing import Timing
+from producers.engines.sglang_try import try_out
 from producers.party import Party
+
+if TYPE_CHECKING:
+    from producers.engines.sglang_flight import Flight
 
 log = logging.getLogger(__name__)
 
 
 class Member:
     """`changed` is called when it enters or leaves service, or begins or ends a load."""
+
+    pauses = True  # requests wait while it loads
+    label: str | None = None
+    "of the model, where versions are adapters beside it"
 
     def __init__(self, link: Link, mode: str, timing: Timing, changed: Callable[[Member], None]) -> None:
         self.link = link
@@ -88,21 +93,8 @@ class Member:
         going_on = await self.link.post("/continue_generation", wire.resume(), self._timing.reply)
         self._admitted(going_on)  # a server may want another key for this
         self._expect(going_on)
-        await self._try_out()
+        await try_out(self.link, self._timing.first)
         self.greeted = True
-
-    async def _try_out(self) -> None:
-        """One token: a request it refuses would otherwise be refused for each prompt, and all would be dropped."""
-        request = Request(uuid.uuid4().hex, np.zeros(1, np.int32), Sampling(1, 1.0, ()), 0)
-        reply = await self.link.post("/generate", wire.generate(request, 1, request.rid, None), self._timing.first)
-        try:
-            if not reply.ok:
-                raise problem(reply, self.url)
-            completion(reply, Asked(1, 1 << 31, None, ()))
-        except EngineDown:
-            raise
-        except EngineError as error:
-            raise UsageError(f"{self.url}: a request is not answered as it should be: {error}") from error
 
     def _admitted(self, reply: Reply) -> None:
         if reply.status in KEY_REFUSED:
@@ -122,7 +114,7 @@ class Member:
             policy = self.target
             if policy is None or self.version == policy.version:
                 return
-            self.updating = True
+            self.updating = self.pauses
             self._changed(self)
             try:
                 async with asyncio.timeout(self._timing.update):
@@ -156,6 +148,9 @@ class Member:
         still for whoever uses it next."""
         if self._freed:
             await asyncio.wait([self._freed])
+
+    async def close(self) -> None:
+        await self.freed()
 
     async def _update(self, policy: Policy, stay_paused: bool) -> None:
         """Pause, load, flush, name, verify, go on: in this order a flush meets nothing that runs. Entering service it
@@ -234,17 +229,22 @@ class Member:
         info = await self.link.get("/model_info", self._timing.reply)
         if not info.ok:
             return info.text
-        label = info.fields.get("weight_version")
-        if as_version(label) != self.version:
-            return f"it serves {label!r} where version {self.version} was loaded: it was restarted, or is shared"
+        if strange := await self._strange(info):
+            return strange
         if paused or (await self.link.get("/ready", self._timing.reply)).ok:
             return ""
         health = await self.link.get("/health", self._timing.reply)
         return "" if health.ok else f"it is not healthy: {health.text}"
 
+    async def _strange(self, info: Reply) -> str:
+        """What is not as it was left; empty where all is."""
+        label = info.fields.get("weight_version")
+        known = as_version(label) == self.version
+        return "" if known else f"it serves {label!r} where {self.version} was loaded: it was restarted, or is shared"
 
-def window_of(reply: Reply) -> int | None:
-    """Prompt and response together; None where the server does not say."""
-    models = reply.fields.get("data") if reply.status != NONE else None
-    sizes = [m.get("max_model_len") for m in models if isinstance(m, dict)] if isinstance(models, list) else []
-    return min((size for size in sizes if type(size) is int), default=None)
+    # -- requests
+
+    @contextlib.contextmanager
+    def lend(self, version: int | None, flight: Flight) -> Iterator[str | None]:
+        """While a request of that version runs: the adapter that it names."""
+        yield None

@@ -18,6 +18,7 @@ import aiohttp
 from pipeline.errors import EngineDown, EngineError, UsageError, WeightsError
 from pipeline.rendezvous import Engines
 from pipeline.types import Policy
+from producers.engines.sglang_adapters import Adapted, AdaptedGuest, Adapters
 from producers.engines.sglang_flight import Flight, Way
 from producers.engines.sglang_guest import Guest
 from producers.engines.sglang_http import Link
@@ -42,14 +43,15 @@ class Servers:
     "requests in one server at once"
     guest: bool = False
     "they are another worker's, who loads their weights"
+    adapters: Adapters | None = None
+    "what they are loaded with in place of whole weights"
 
 
 class Pool:
     """One event loop. `open` first, `close` last."""
 
     def __init__(self, servers: Servers, session: aiohttp.ClientSession, mode: str, timing: Timing) -> None:
-        kind = Guest if servers.guest else Member
-        self.members = [kind(Link(session, url), mode, timing, self._changed) for url in servers.urls]
+        self.members = [_member(servers, Link(session, url), mode, timing, self._changed) for url in servers.urls]
         if servers.router:
             limit = servers.concurrency * len(self.members)
             self.ways = [Way(Link(session, servers.router), self.members, limit)]
@@ -95,7 +97,7 @@ class Pool:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         for member in self.members:
-            await member.freed()
+            await member.close()
 
     # -- requests
 
@@ -221,6 +223,13 @@ class Pool:
                 return
         with contextlib.suppress(EngineError, WeightsError):  # it has been taken out, and said why
             await member.load(self.paused)
+
+
+def _member(servers: Servers, link: Link, mode: str, timing: Timing, changed: Callable[[Member], None]) -> Member:
+    if servers.adapters:
+        beside = AdaptedGuest if servers.guest else Adapted
+        return beside(link, mode, timing, changed, servers.adapters)
+    return (Guest if servers.guest else Member)(link, mode, timing, changed)
 
 
 async def _all(calls: Iterable[Awaitable[None]]) -> list[EngineError | WeightsError]:

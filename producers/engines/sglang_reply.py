@@ -35,15 +35,19 @@ class Asked:
     "weight version that was served when the request was sent"
     known: Container[int]
     "versions that this process has loaded there; another label says nothing about the weights behind it"
+    label: str | None = None
+    "of the model, where `sent` is an adapter beside it: that samples all"
 
 
 def passing(reply: Reply) -> bool:
     return reply.status in PASSES or reply.status >= 500
 
 
-def problem(reply: Reply, url: str) -> EngineError:
-    """What a /generate that failed means for its prompt."""
+def problem(reply: Reply, url: str, adapter: str | None = None) -> EngineError:
+    """What a /generate that failed means for its prompt; that the server lacks the adapter is no fault of it."""
     text = f"{url}: {reply.text}"
+    if adapter and reply.status == 400 and adapter in text:
+        return EngineDown(text)
     if reply.status == 500:
         return EngineError(text)
     if passing(reply) or reply.status in (*KEY_REFUSED, 404, 405) or reply.status < 400:
@@ -117,6 +121,9 @@ def _versions(meta: dict[str, Any], size: int, asked: Asked) -> tuple[Span, ...]
         return version if version is not None and version in asked.known else None
 
     spans = meta.get("weight_versions")
+    if asked.label is not None:
+        labels = {meta.get("weight_version"), *(s.get("version") for s in spans or () if isinstance(s, dict))}
+        return (Span(asked.sent if labels == {asked.label} else None, 0, size),) if size else ()
     if isinstance(spans, list):
         return _tiles(spans, size, trusted)
     return _guess(trusted(meta.get("weight_version")), asked.sent, size)
@@ -147,3 +154,10 @@ def _guess(now: int | None, sent: int | None, size: int) -> tuple[Span, ...]:
     if now == sent or size == 1:
         return (Span(sent, 0, size),)
     return (Span(sent, 0, size - 1), Span(now, size - 1, size))
+
+
+def window_of(reply: Reply) -> int | None:
+    """Prompt and response together; None where the server does not say."""
+    models = reply.fields.get("data") if reply.status != NONE else None
+    sizes = [m.get("max_model_len") for m in models if isinstance(m, dict)] if isinstance(models, list) else []
+    return min((size for size in sizes if type(size) is int), default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UsageError
@@ -15,11 +16,15 @@ APPLIED = "Weights were updated, but the cache was not flushed"
 GREEDY = 1e-6
 "Below this temperature SGLang takes the likeliest token, and says what it would have had at temperature 1."
 
+ADAPTER = "millpond-v"
+"What names of our adapters begin with."
+
 Body = dict[str, Any]
 
 
-def generate(request: Request, limit: int, rid: str, version: int | None) -> Body:
-    """One sequence of up to `limit` tokens under the name `rid`, sent while `version` is served.
+def generate(request: Request, limit: int, rid: str, version: int | None, adapter: str | None = None) -> Body:
+    """One sequence of up to `limit` tokens under the name `rid`, sent while `version` is served; that is `adapter`
+    beside the model, if one is named.
 
     `extra_key` parts the prefix cache by version: an update in place keeps the cache, and a later request whose prompt
     is in it would be sampled from old and new weights mixed, under the new ones' name.
@@ -53,7 +58,29 @@ def generate(request: Request, limit: int, rid: str, version: int | None) -> Bod
         "return_logprob": True,
         "return_text_in_logprobs": False,
         "stream": False,
+        **({"lora_path": adapter} if adapter else {}),
     }
+
+
+def adapter(policy: Policy) -> str:
+    """The name of its adapter: of no other weights, whichever run's or worker's."""
+    return f"{ADAPTER}{policy.version}-{policy.digest[:16]}"
+
+
+def load(policy: Policy) -> Body:
+    """An adapter beside those that are there."""
+    return {"lora_name": adapter(policy), "lora_path": policy.path}
+
+
+def unload(name: str) -> Body:
+    """The server waits for requests that name it, and loads nothing meanwhile."""
+    return {"lora_name": name}
+
+
+def restore(model: Path, label: str) -> Body:
+    """The model that adapters are added to, in place of what a run had published."""
+    weights = {"model_path": str(model), "weight_version": label}
+    return {**weights, "abort_all_requests": False, "flush_cache": True}
 
 
 def update(policy: Policy, flush: bool) -> Body:

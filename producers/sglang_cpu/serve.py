@@ -33,6 +33,7 @@ class ServeConfig(Section):
     port: Positive = option(30000, "port to listen on")
     engine_api_key: SecretStr | None = option(None, "API key to ask for; best given in the environment")
     max_total_tokens: Positive = option(16384, "tokens of all requests in the cache at once")
+    lora_rank: int = option(0, "room for adapters of a run (--lora-publish adapter) up to that rank; 0: none", ge=0)
 
 
 def main(argv: list[str]) -> int:
@@ -87,7 +88,14 @@ def arguments(config: ServeConfig) -> list[str]:
         *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
         *("--dtype", "float32", "--disable-overlap-schedule", "--max-total-tokens", str(config.max_total_tokens)),
         "--sleep-on-idle",  # or it takes a whole processor for doing nothing
+        *(_adapters(config.lora_rank) if config.lora_rank else ()),
     ]
+
+
+def _adapters(rank: int) -> tuple[str, ...]:
+    """With SGLang's one way of adding them up that needs no GPU."""
+    room = ("--enable-lora", "--max-lora-rank", str(rank), "--lora-target-modules", "all")
+    return (*room, "--lora-backend", "torch_native")
 
 
 LAUNCH = """

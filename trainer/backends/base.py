@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pipeline.rendezvous import Piece
 from pipeline.room import lag
-from pipeline.types import Group
+from pipeline.types import HF, Group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,12 +38,13 @@ class Backend(Protocol):
         """
         ...
 
-    def save_weights(self, folder: Path) -> None:
-        """The weights into an existing folder, in the Hugging Face layout; nothing where a backend has none."""
+    def save_weights(self, folder: Path, form: str = HF) -> None:
+        """The weights into an existing folder, as a whole model or, where only adapters are trained, as these alone
+        (`pipeline.types.PEFT`); nothing where a backend has none."""
         ...
 
     def outline(self) -> list[Piece]:
-        """The tensors that `save_weights` writes."""
+        """The tensors of a whole model, as `save_weights` writes it."""
         ...
 
     def pieces(self) -> Iterator[Tensor]:

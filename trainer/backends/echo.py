@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.errors import WeightsError
 from pipeline.rendezvous import Piece
-from pipeline.types import Group
+from pipeline.types import HF, Group
 from trainer.backends.base import At
 
 STATE = "trainer.json"
@@ -26,7 +26,7 @@ class EchoBackend:
         self.steps += 1
         return {"train/loss": 0.0, "train/grad_norm": 0.0, "train/skipped": 0.0}
 
-    def save_weights(self, folder: Path) -> None:
+    def save_weights(self, folder: Path, form: str = HF) -> None:
         """There are none."""
 
     def outline(self) -> list[Piece]:

@@ -104,6 +104,10 @@ class CausalModel:
         for path in (p for pattern in COPIED for p in self._folder.glob(pattern) if p.is_file()):
             shutil.copyfile(path, folder / path.name)
 
+    def save_adapter(self, folder: Path, lead: bool) -> None:
+        """The adapters alone, in peft's layout. Where the model is spread all ranks take part, and the lead writes."""
+        lora.export(self.module, folder, lead, self._folder)
+
     def outline(self) -> list[Piece]:
         """What `save` writes."""
         found = ((n, torch.empty(t.shape, dtype=t.dtype, device="meta")) for n, t, _ in lora.published(self.module))

@@ -1,14 +1,17 @@
-"""Adapters (LoRA, arXiv:2106.09685) on a model's linear layers: only they are trained; engines get weights merged."""
+"""Adapters (LoRA, arXiv:2106.09685) on a model's linear layers: only they are trained; engines get them merged, or
+alone."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
@@ -18,6 +21,8 @@ from trainer.backends.sharded import named, whole
 NAME = "default"
 "peft's, of the one adapter there is"
 OWN = re.compile(r"\.lora_[AB]\.")
+STACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+"Layers that engines run as one. SGLang 0.5.23 passes over an adapter on some of them where the others have none."
 
 
 @dataclass(frozen=True)
@@ -62,17 +67,33 @@ def own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, tensor) for name, tensor in named(module) if OWN.search(name))
 
 
-def export(module: Any, folder: Path, lead: bool) -> None:
-    """The adapters by themselves in peft's layout, in FOLDER/adapter. Collective; the lead writes."""
+def export(module: Any, folder: Path, lead: bool, base: Path) -> None:
+    """The adapters by themselves in peft's layout, into an existing folder, with the folder of the model that they are
+    of. Collective; the lead writes."""
     from safetensors.torch import save_file
 
-    tensors = {f"base_model.model.{name.replace(f'.{NAME}.', '.')}": whole(tensor) for name, tensor in own(module)}
-    if lead:
-        (folder / "adapter").mkdir()
-        save_file(
-            {name: t.cpu().contiguous() for name, t in tensors.items()}, folder / "adapter/adapter_model.safetensors"
-        )
-        module.peft_config[NAME].save_pretrained(folder / "adapter")
+    tensors = {name.replace(f".{NAME}.", "."): whole(tensor).cpu().contiguous() for name, tensor in own(module)}
+    if not lead:
+        return
+    rule = copy(module.peft_config[NAME])
+    blank = dict(_blank(module, rule.r))
+    tensors |= {f"{layer}.{part}.weight": t for layer, parts in blank.items() for part, t in parts.items()}
+    save_file({f"base_model.model.{name}": t for name, t in tensors.items()}, folder / "adapter_model.safetensors")
+    rule.target_modules = sorted({*adapted(module), *blank})
+    rule.base_model_name_or_path, rule.inference_mode = str(base.resolve()), True
+    rule.save_pretrained(folder)
+
+
+def _blank(module: Any, rank: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Adapters that do nothing, for layers without one that are stacked with some that have one."""
+    found = adapted(module)
+    for name in found:
+        parent, _, own_name = name.rpartition(".")
+        for other in (word for stack in STACKS if own_name in stack for word in stack):
+            layer = getattr(module.get_submodule(parent), other, None)
+            if f"{parent}.{other}" not in found and isinstance(layer, nn.Linear):
+                size = {"lora_A": (rank, layer.in_features), "lora_B": (layer.out_features, rank)}
+                yield f"{parent}.{other}", {part: torch.zeros(shape) for part, shape in size.items()}
 
 
 def published(module: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:

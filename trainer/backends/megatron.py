@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeline.config import TrainConfig
 from pipeline.errors import UsageError
 from pipeline.rendezvous import Piece
-from pipeline.types import Group
+from pipeline.types import HF, Group
 from trainer.backends import megatron_config, megatron_state
 from trainer.backends.base import At
 from trainer.backends.megatron_mesh import Mesh
@@ -42,7 +42,7 @@ class MegatronBackend:
         with on(self._mesh.device):
             return self._steps.train(groups, step, at)
 
-    def save_weights(self, folder: Path) -> None:
+    def save_weights(self, folder: Path, form: str = HF) -> None:
         self._weights.save(self._model, folder)
 
     def outline(self) -> list[Piece]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.config import TrainConfig
 from pipeline.errors import UsageError, WeightsError
 from pipeline.rendezvous import Piece
-from pipeline.types import Group
+from pipeline.types import HF, PEFT, Group
 from trainer import batch, losses
 from trainer.backends import lora, sharded, state
 from trainer.backends.base import At
@@ -47,8 +47,11 @@ class TorchBackend:
     def train(self, groups: Sequence[Group], step: int, at: At | None = None) -> dict[str, float]:
         return self._steps.train(groups, step, at)
 
-    def save_weights(self, folder: Path) -> None:
-        self._model.save(folder, self._ranks.lead)
+    def save_weights(self, folder: Path, form: str = HF) -> None:
+        if form == PEFT:
+            self._model.save_adapter(folder, self._ranks.lead)
+        else:
+            self._model.save(folder, self._ranks.lead)
 
     def outline(self) -> list[Piece]:
         return self._model.outline()
@@ -60,7 +63,9 @@ class TorchBackend:
         """Model, optimizer and random state: tensors and numbers, no code. All ranks take part, the lead writes."""
         facts = {"updates": self._optimizer.updates, "lora": _facts(self._form)}
         if self._form.adapters:
-            lora.export(self._model.module, folder, self._ranks.lead)
+            if self._ranks.lead:
+                (folder / "adapter").mkdir()
+            self._model.save_adapter(folder / "adapter", self._ranks.lead)
         if self._ranks.lead:
             return state.write(folder, self._state(), facts)
         for _ in self._state():
