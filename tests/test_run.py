@@ -80,7 +80,7 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with Stage(tmp_path) as stage:
         run = started(stage, out, *PACE, "--echo-train-seconds", "60")
-        eventually(lambda: popped(out) == 4, "a batch in the trainer's hand")
+        eventually(lambda: popped(out) >= 4, "a batch in the trainer's hand")
         left = [*run.children().values(), server_of(out)]
         run.kill(signal.SIGINT)
         time.sleep(1)
