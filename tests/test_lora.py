@@ -16,6 +16,7 @@ from trainer_groups import random_groups
 from pipeline.config import TrainConfig
 from pipeline.errors import UsageError, WeightsError
 from trainer import demo_model
+from trainer.backends import lora
 from trainer.backends.lora import adapted, own
 from trainer.backends.sharded import named
 from trainer.backends.torch import TorchBackend
@@ -73,6 +74,34 @@ def test_only_adapters_move_and_what_is_published_is_the_model_with_them(
         own = trained._model.logits(IDS, torch.arange(IDS.numel()))
     assert torch.allclose(logits(reloaded, IDS).flatten(0, 1), own, atol=1e-4)
     assert not torch.allclose(logits(reloaded, IDS), logits(local_models.load(models / kind), IDS), atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["demo", "tied", "qwen3"])
+def test_frozen_layers_keep_their_checkpoints_dtype_where_passes_are_in_it(
+    models: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half the memory, the same steps to the bit, the same weights published; a float32 checkpoint loses nothing."""
+    local_models.load(models / kind).to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    slim = backend(tmp_path / "half", bf16=True)
+    dtypes = {name: tensor.dtype for name, tensor in named(slim._model.module)}
+    layers = [name for name in dtypes if ".base_layer.weight" in name]
+    assert len(layers) >= 8
+    assert {dtypes[name] for name in layers} == {torch.bfloat16}
+    rest = {
+        dtype for name, dtype in dtypes.items() if name not in layers and not name.endswith((".bias", "head.weight"))
+    }
+    assert rest == {torch.float32}
+    with monkeypatch.context() as patched:
+        patched.setattr(lora, "slim", lambda module, dtype: None)
+        wide = backend(tmp_path / "half", bf16=True)
+    assert {tensor.dtype for _, tensor in named(wide._model.module)} == {torch.float32}
+    for step in range(2):
+        groups = random_groups(3, 4, seed=step)
+        assert slim.train(groups, step) == wide.train(groups, step)
+    found, expected = published(slim, tmp_path / "slim"), published(wide, tmp_path / "wide")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    whole = backend(models / kind, bf16=True)
+    assert {tensor.dtype for _, tensor in named(whole._model.module)} == {torch.float32}
 
 
 def test_adapters_are_those_of_peft(models: Path, tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ class CausalModel:
         self.form = form
         if form.adapters:
             lora.adapt(self.module, form.adapters)
+            if form.bf16:
+                lora.slim(self.module, self._dtype)
         if form.recompute:  # by hand, as transformers does it in train mode only
             for layer in layers(self.module):
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -57,6 +57,15 @@ def adapt(module: Any, wanted: Adapters) -> None:
     inject_adapter_in_model(rule, module)
 
 
+def slim(module: Any, dtype: torch.dtype) -> None:
+    """Frozen linear layers in the checkpoint's dtype, not in float32: passes in bfloat16 give the same to the bit. The
+    embeddings and norms stay in float32, and with them what layers add to."""
+    shared = module.get_input_embeddings().weight
+    for part in module.modules():
+        if isinstance(part, nn.Linear) and part.weight is not shared and not part.weight.requires_grad:
+            part.to(dtype)
+
+
 def adapted(module: nn.Module) -> dict[str, Any]:
     """Layers with an adapter, by name."""
     return {name: part for name, part in module.named_modules() if hasattr(part, "lora_A")}
