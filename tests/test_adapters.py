@@ -23,6 +23,7 @@ from consumers.staleness import Limit
 from pipeline import flags
 from pipeline.codec import encode
 from pipeline.errors import UsageError, WeightsError
+from pipeline.evals import Ask, ask_of
 from pipeline.modes import idle
 from pipeline.types import HF, PEFT, Policy
 from producers.engines.echo import EchoEngine
@@ -232,6 +233,15 @@ def test_a_run_publishes_adapters_alone_and_leaves_a_whole_model_at_its_end(
     whole = load_file(tmp_path / "merged" / "model.safetensors")
     assert all(torch.allclose(whole[name], kept[name], atol=1e-6) for name in kept)
     assert local_models.load(tmp_path / "merged").config.vocab_size == 22
+
+
+def test_an_evaluation_is_asked_for_with_what_the_folder_holds() -> None:
+    """And one that stood in a run's folder before there was such a thing is of a whole model."""
+    ask = ask_of(train_config(eval_interval=1, eval_prompt_data="a data.jsonl", rm_type="exact"), policy(3, Path("w3")))
+    told = json.loads(ask.model_dump_json())
+    assert Ask(**told).policy == policy(3, Path("w3"))
+    del told["format"]
+    assert Ask(**told).policy.format == HF
 
 
 # -- evaluations by hand
