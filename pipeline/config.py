@@ -18,7 +18,22 @@ from pipeline.lora import Lora
 from pipeline.parallel import Parallel
 from pipeline.recording import Recording
 from pipeline.refused import Refused
-from pipeline.sections import Data, Fraction, JsonMap, Positive, PositiveFloat, Rewards, Section, Tracking, option
+from pipeline.sections import (
+    Data,
+    Fraction,
+    JsonMap,
+    Positive,
+    PositiveFloat,
+    Rewards,
+    RunRewards,
+    SampleFilter,
+    Section,
+    Server,
+    Takeover,
+    Tracking,
+    Workers,
+    option,
+)
 from pipeline.transport import Transport
 from pipeline.urls import EngineUrl, EngineUrls, RedisUrl
 
@@ -34,14 +49,6 @@ class Connection(Section):
         None, "Redis to use instead of the embedded one: redis://, rediss:// or unix://"
     )
     redis_patience: PositiveFloat = option(300.0, "seconds to wait for a Redis that is away before giving up")
-
-
-class Server(Section):
-    """The embedded Redis"""
-
-    redis_durability: Literal["process", "second", "always"] = option(
-        "second", "what may be lost with the machine: all since the last flush, about a second, nothing"
-    )
 
 
 class Rollout(Section):
@@ -124,26 +131,6 @@ class Training(Optimizing, Algorithm, Fitting, Lora):
     rollout_function_path: str | None = option(None, "takes the place of the drain, module.function; lock-step only")
 
 
-class Resume(Section):
-    """Going on"""
-
-    resume: bool = option(False, "go on with a run that was stopped")
-
-
-class Takeover(Resume):
-    """Going on"""
-
-    take_over: bool = option(False, "replace a trainer that may still be alive, at once")
-    wait: bool = option(False, "wait until the other trainer of this run is gone")
-
-
-class Workers(Section):
-    """Processes"""
-
-    generators: Positive = option(1, "generator processes")
-    max_restarts: int = option(5, "restarts of a killed process before the run ends", ge=0)
-
-
 class FeedConfig(Connection, Data):
     """Feeds prompts from a file to a run."""
 
@@ -151,7 +138,7 @@ class FeedConfig(Connection, Data):
     rm_type: str | None = option(None, "the run's reward, if it is built in: rows are checked for what it needs")
 
 
-class GenerateConfig(Connection, Engines, Rewards):
+class GenerateConfig(Connection, Engines, Rewards, RunRewards):
     """Generates and scores answers. Needs the Redis, the run's name and an engine; the rest comes with the run."""
 
 
@@ -170,6 +157,8 @@ class TrainConfig(
     Rollout,
     Async,
     Rewards,
+    RunRewards,
+    SampleFilter,
     Training,
     Evaluation,
     Recording,
@@ -199,6 +188,8 @@ class RunConfig(
     Rollout,
     Async,
     Rewards,
+    RunRewards,
+    SampleFilter,
     Engines,
     Training,
     Evaluation,

@@ -1,4 +1,4 @@
-"""Sections of options that `pipeline.config` puts together: what all are made of, the prompts, the rewards."""
+"""Sections of options that `pipeline.config` puts together: what all are made of, Redis, prompts, rewards, trackers."""
 
 from __future__ import annotations
 
@@ -55,6 +55,14 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
+class Server(Section):
+    """The embedded Redis"""
+
+    redis_durability: Literal["process", "second", "always"] = option(
+        "second", "what may be lost with the machine: all since the last flush, about a second, nothing"
+    )
+
+
 class Data(Section):
     """Prompts"""
 
@@ -103,16 +111,26 @@ class Rewards(Section):
     rm_patience: PositiveFloat = option(
         600.0, "seconds an outage of --rm-url is sat out, or a worker waited for, before an answer is unscored"
     )
+    rm_workers: Positive = option(2, "grading processes of a generator, or of a worker")
+    rm_memory: Positive = option(512, "MiB that grading one answer may take")
+    group_rm: bool = option(False, "the reward function scores a whole group at once")
+
+
+class RunRewards(Section):
+    """Generate functions, rewards and filters"""
+
     rm_place: Literal["generator", "worker"] = option(
         "generator", "where answers are scored; worker: by `millpond worker`, in processes that are killed if they hang"
     )
-    rm_workers: Positive = option(2, "grading processes of a generator, or of a worker")
     rm_spares: int = option(
         16, "--rm-place worker: processes a worker starts besides while answers hang in its own", ge=0
     )
-    rm_memory: Positive = option(512, "MiB that grading one answer may take")
-    group_rm: bool = option(False, "the reward function scores a whole group at once")
     dynamic_sampling_filter_path: str | None = option(None, "keep or drop a group where it is made, module.function")
+
+
+class SampleFilter(Section):
+    """Generate functions, rewards and filters"""
+
     rollout_sample_filter_path: str | None = option(None, "mark samples of the batch as removed, module.function")
 
 
@@ -136,3 +154,23 @@ class Tracking(Section):
         None, "serve metrics for Prometheus; needs the extra millpond[prometheus]", ge=1, le=65535
     )
     prometheus_host: str = option("127.0.0.1", "address to serve on; there is no password, so beware of 0.0.0.0")
+
+
+class Resume(Section):
+    """Going on"""
+
+    resume: bool = option(False, "go on with a run that was stopped")
+
+
+class Takeover(Resume):
+    """Going on"""
+
+    take_over: bool = option(False, "replace a trainer that may still be alive, at once")
+    wait: bool = option(False, "wait until the other trainer of this run is gone")
+
+
+class Workers(Section):
+    """Processes"""
+
+    generators: Positive = option(1, "generator processes")
+    max_restarts: int = option(5, "restarts of a killed process before the run ends", ge=0)

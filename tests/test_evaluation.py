@@ -519,6 +519,8 @@ def test_the_table_has_a_row_a_set(tmp_path: Path, capsys: pytest.CaptureFixture
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["set", "reward", "pass@1", "pass@2", "response_len/mean", "truncated_ratio", "unscored"]
     assert [(line.split()[0], len(line.split())) for line in lines[1:3]] == [("one", 7), ("other", 7)]
+    (tmp_path / "job.toml").write_text("rm_place = 'worker'\nrm_spares = 2\nrollout_sample_filter_path = 'm.f'")
+    assert main([*words, "--eval-prompt-data", "one", path, "--config", str(tmp_path / "job.toml")]) == 0
 
 
 SHARED = ["--engine", "sglang", "--engine-url", "http://127.0.0.1:1", "--eval-shared-engines"]
@@ -534,6 +536,9 @@ SHARED = ["--engine", "sglang", "--engine-url", "http://127.0.0.1:1", "--eval-sh
         (["--eval-prompt-data", "a", "ROWS", "--rm-type", "f1"], "--hf-checkpoint"),
         (["--eval-prompt-data", "a", "BAD", "--rm-type", "f1"], "--eval-prompt-data a: 1 bad row"),
         ([*SHARED, "--eval-prompt-data", "a", "ROWS"], "--eval-shared-engines is a trainer's"),
+        (["--rm-place", "worker"], "--rm-place is no option of millpond eval; it belongs to millpond run, generate"),
+        (["--rm-spares", "3"], "--rm-spares is no option of millpond eval"),
+        (["--dynamic-sampling-filter-path", "m.f"], "--dynamic-sampling-filter-path is no option of millpond eval"),
     ],
 )
 def test_first_mistakes_get_a_sentence(tmp_path: Path, words: list[str], said: str) -> None:
