@@ -60,7 +60,8 @@ def _timing(config: Any) -> Iterator[str]:
     if getattr(config, "generators", 1) > 1:
         yield f"{MODE} with --generators {config.generators}: which of them takes a prompt depends on timing; use 1"
     if hasattr(config, "server_concurrency"):
-        yield from unfit(config, config.n_samples_per_prompt)
+        evaluated = config.n_samples_per_eval_prompt if config.eval_prompt_data is not None else 0
+        yield from unfit(config, max(config.n_samples_per_prompt, evaluated))
     elif config.torch_threads > 1:
         yield THREADS.format(config.torch_threads)
 

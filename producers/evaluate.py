@@ -22,6 +22,7 @@ from pipeline.evals import Ask
 from pipeline.evaluation import sets
 from pipeline.jobs import Jobs
 from pipeline.metrics import Values
+from pipeline.recording import MODE, unfit
 from pipeline.types import Group, Prompt
 from producers import custom_generate, engines, eval_function, eval_metrics, rewards
 from producers.checks import Checks
@@ -69,11 +70,16 @@ async def _on_sets(ask: Ask, config: EvalWork, rules: Agreed, jobs: Jobs | None)
     play = custom_generate.load(own) if own else custom_generate.ONCE
     found: Values = {}
     async with scored as scorer, _engine(ask, config, rules) as (engine, tokenizer):
+        if rules.deterministic_mode:
+            await _same_again(engine, config, ask)
         sampling = Sampling(ask.max_response_len, ask.temperature, tokenizer.stop_token_ids, ask.top_p)
-        slots = asyncio.Semaphore(engines.slots(config))
-        maker = Maker(engine, tokenizer, scorer, rules, "evaluation", slots, play, sampling)
+        slots = engines.slots(config)
+        maker = Maker(engine, tokenizer, scorer, rules, "evaluation", asyncio.Semaphore(slots), play, sampling)
+        crew = Crew(maker, ask.version, max(2, 2 * slots // ask.samples))
+        if rules.deterministic_mode:
+            crew = Crew(maker, ask.version, max(1, slots // ask.samples), waves=slots > 1 and not ask.shared)
         for name, dataset in data.items():
-            answers = await Crew(maker, ask.version, max(2, 2 * engines.slots(config) // ask.samples)).all(dataset)
+            answers = await crew.all(dataset)
             found |= eval_metrics.values(name, answers, len(dataset) - len(answers))
             log.info("version %d on %s: %s", ask.version, name, found.get(f"eval/{name}"))
     return found
@@ -120,6 +126,15 @@ async def _engine(ask: Ask, config: EvalWork, rules: Agreed) -> AsyncIterator[tu
         await engine.close()
 
 
+async def _same_again(engine: Engine, config: EvalWork, ask: Ask) -> None:
+    """UsageError where another evaluation of the same weights could have other figures."""
+    why = [*unfit(config, ask.samples)]
+    if varies := await engine.varies():
+        why.append(f"{MODE}: {varies}")
+    if why:
+        raise UsageError("\n".join(why))
+
+
 @dataclass(frozen=True)
 class Crew:
     """Has the prompts of a set answered, some at once."""
@@ -129,37 +144,52 @@ class Crew:
     most: int
     "groups at once"
     pauses: tuple[float, ...] = PAUSES
+    waves: bool = False
+    "all requests of so many groups wait in the engine before it begins: rounding depends on what is batched together"
 
     async def all(self, dataset: Dataset) -> list[Answers]:
         """In the rows' order, without those that have no room in the engine."""
-        free = asyncio.Semaphore(self.most)
         made: list[asyncio.Task[Answers | None]] = []
+        free = asyncio.Semaphore(self.most)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for row in range(len(dataset)):
-                    await free.acquire()
-                    made.append(tasks.create_task(self._one(Prompt(row, 1, 0, dataset.record(row)), free)))
+            if self.waves:
+                for first in range(0, len(dataset), self.most):
+                    made += await self._wave(dataset, range(first, min(first + self.most, len(dataset))))
+            else:
+                async with asyncio.TaskGroup() as tasks:
+                    for row in range(len(dataset)):
+                        await free.acquire()
+                        made.append(tasks.create_task(self._one(dataset, row, Progress())))
+                        made[-1].add_done_callback(lambda _: free.release())
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         return [found for task in made if (found := task.result()) is not None]
 
-    async def _one(self, prompt: Prompt, free: asyncio.Semaphore) -> Answers | None:
-        try:
-            return Answers.of(await self._made(prompt))
-        except RequestRefused as error:
-            log.warning("prompt %d is left out: %s", prompt.id, error)
-            return None
-        finally:
-            free.release()
+    async def _wave(self, dataset: Dataset, rows: range) -> list[asyncio.Task[Answers | None]]:
+        under_way = [Progress(unsent=self.maker.rules.n_samples_per_prompt) for _ in rows]
+        await self.maker.engine.pause()
+        async with asyncio.TaskGroup() as tasks:
+            made = [tasks.create_task(self._one(dataset, *one)) for one in zip(rows, under_way, strict=True)]
+            while any(progress.unsent > 0 for progress in under_way):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await self.maker.engine.resume()
+        return made
 
-    async def _made(self, prompt: Prompt) -> Group:
+    async def _one(self, dataset: Dataset, row: int, progress: Progress) -> Answers | None:
+        try:
+            return Answers.of(await self._made(Prompt(row, 1, 0, dataset.record(row)), progress))
+        except RequestRefused as error:
+            log.warning("prompt %d is left out: %s", row, error)
+            return None
+
+    async def _made(self, prompt: Prompt, progress: Progress) -> Group:
         trouble: Exception | None = None
         for pause in (None, *self.pauses):
             if pause is not None:
                 log.warning("prompt %d is made again: %s", prompt.id, trouble)
                 await asyncio.sleep(pause)
             try:
-                group = await self.maker.make(prompt, Progress(), asyncio.Event())
+                group = await self.maker.make(prompt, progress, asyncio.Event())
             except RequestRefused:
                 raise
             except EngineError as error:

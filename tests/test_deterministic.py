@@ -36,12 +36,13 @@ def weights(folder: Path) -> str:
 def test_two_runs_of_the_default_job_and_a_replay_of_one_give_the_same_figures_whatever_threads_they_are_offered(
     tmp_path: Path,
 ) -> None:
+    """Wherever answers are scored, too."""
     small = ("--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--num-rollout", "3")
     run = ("run", "--deterministic-mode", "--no-fully-async", *small)
     with Stage(tmp_path) as stage:
         runs = [
             stage.millpond(*run, "--out", "a", "--archive"),
-            stage.millpond(*run, "--out", "b", OMP_NUM_THREADS="2"),
+            stage.millpond(*run, "--out", "b", "--rm-place", "worker", OMP_NUM_THREADS="2"),
         ]
         for one in runs:
             one.ends(0, seconds=250)

@@ -255,13 +255,13 @@ def prompts(folder: Path, *texts: str) -> Path:
     return path
 
 
-async def answered(engine: EchoEngine, path: Path, samples: int = 2) -> list[Answers]:
+async def answered(engine: EchoEngine, path: Path, samples: int = 2, waves: bool = False) -> list[Answers]:
     """Of version 7."""
     await engine.start()
     await engine.load(policy(7))
     maker = maker_of(engine, agreed(n_samples_per_prompt=samples))
     try:
-        return await Crew(maker, 7, 2, pauses=(0.0, 0.0)).all(Dataset.open(path))
+        return await Crew(maker, 7, 2, (0.0, 0.0), waves).all(Dataset.open(path))
     finally:
         await engine.close()
 
@@ -291,6 +291,35 @@ def test_a_prompt_without_room_is_left_out(tmp_path: Path) -> None:
 
     found = asyncio.run(answered(Small("0", 2), prompts(tmp_path, "a", "much too long", "b")))
     assert [answers.lengths for answers in found] == [(2, 2)] * 2
+
+
+class Gate(EchoEngine):
+    """Notes how many requests there are, and how many of them run, when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__("0.001", 4)
+        self.seen: list[tuple[int, int]] = []
+
+    async def resume(self) -> None:
+        self.seen.append((len(self._flights), sum(flight.timer is not None for flight in self._flights.values())))
+        await super().resume()
+
+
+def test_in_a_deterministic_run_an_evaluation_is_made_in_waves_that_begin_whole(tmp_path: Path) -> None:
+    path, engine = prompts(tmp_path, "a", "b", "c", "much too long for it", "e"), Gate()
+    engine.context_length = 12
+    assert asyncio.run(answered(engine, path, waves=True)) == asyncio.run(answered(engine, path))
+    assert engine.seen == [(4, 0), (2, 0), (2, 0)]
+
+
+def test_what_a_deterministic_evaluation_cannot_go_with_fails_it_with_a_remedy(tmp_path: Path) -> None:
+    path, rules = prompts(tmp_path, "a"), agreed(deterministic_mode=True)
+    config = WorkerConfig(rm_type="length", engine="echo", eval_prompt_data=f"a {path}", server_concurrency=3)
+    assert asyncio.run(evaluate(asked(samples=3), config, rules))["eval/a/samples"] == 3
+    with pytest.raises(UsageError, match="the 4 samples of a group could not begin together"):
+        asyncio.run(evaluate(asked(samples=4), config, rules))
+    run = {"deterministic_mode": True, "fully_async": False, "server_concurrency": 8, "n_samples_per_eval_prompt": 9}
+    assert "the 9 samples" in refusal(RunConfig(num_rollout=3, rm_type="exact", **run, **ON))
 
 
 def asked(**changes: Any) -> Ask:
