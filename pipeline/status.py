@@ -153,7 +153,8 @@ def evaluated(told: dict[str, Any]) -> str:
     steps = told.get("in_flight")
     flying = ", ".join(map(str, steps)) if isinstance(steps, list) else ""
     bad = f" ({show.counts(ends)})" if ends else ""
-    return f"{told.get('ended', 0)}{bad}" + (f"; in flight: step {show.clean(flying)}" if flying else "")
+    why = f"; {show.clean(str(told['why']))}" if told.get("why") else ""
+    return f"{told.get('ended', 0)}{bad}" + (f"; in flight: step {show.clean(flying)}" if flying else "") + why
 
 
 def _of(limit: int | None, form: Any = str) -> str:

@@ -180,8 +180,9 @@ def test_one_that_fails_is_told_at_its_step_and_training_ends_well(
     assert bare(lines(tmp_path)) == {2: {"eval/failed": 1}, 4: {"eval/a": 0.5}, 6: {"eval/a": 1}}
     assert "the evaluation of step 2 (version 3) has failed: failed: RuntimeError: the judge is out" in caplog.text
     told = look(real.feeder()).evals
-    assert told == {"in_flight": [], "ended": 3, "failed": 1}
-    assert evaluated({**told, "in_flight": [8]}) == "3 (failed 1); in flight: step 8"
+    why = "step 2 failed: RuntimeError: the judge is out"
+    assert told == {"in_flight": [], "ended": 3, "failed": 1, "why": why}
+    assert evaluated({**told, "in_flight": [8]}) == f"3 (failed 1); in flight: step 8; {why}"
     assert not [*real.raw.scan_iter("rq:job:*" + real.keys.job_tag + "*")]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from pipeline.config import WorkerConfig
 from pipeline.errors import Fenced, MillpondError, Starved, WeightsError
 from pipeline.evals import HOLD
 from pipeline.glance import look
+from pipeline.status import evaluated
 from producers.evaluate import evaluate
 from producers.holding import holding
 from trainer.demo_model import make
+from trainer.loop import Loop
 
 # -- the generators' engines
 
@@ -136,19 +139,43 @@ def test_the_trainer_holds_the_engines_before_it_publishes_and_lets_go_at_the_en
     assert not real.raw.exists(real.keys["evals:hold"])
 
 
-def test_after_a_resume_shared_engines_have_other_weights_and_what_was_in_flight_there_is_missing(
+def resumed(rig: Rig, folder: Path, step: int, **fields: Any) -> Loop:
+    """At that step, with the evaluation of step 2 in flight on shared engines when the last trainer ended."""
+    ask = asked(step=2, version=3, shared=True)
+    (folder / "evals.open.json").write_text(json.dumps([ask.model_dump(mode="json")]))
+    shared = {"eval_prompt_data": "a x", "eval_shared_engines": True, "save_interval": 0}
+    loop = loop_of(rig, folder, Weighty(), eval_interval=2, **shared, **fields)
+    assert loop.evals
+    loop.now = replace(loop.now, step=step, version=9, fresh=False)
+    loop.broker.hold_engines(policy(3), HOLD)
+    loop.evals.begin(step)
+    return loop
+
+
+def test_after_a_resume_from_later_weights_what_was_in_flight_on_shared_engines_is_missing_and_status_says_why(
     real: Rig, tmp_path: Path
 ) -> None:
-    ask = asked(step=0, version=1, shared=True)
-    (tmp_path / "evals.open.json").write_text(json.dumps([ask.model_dump(mode="json")]))
-    loop = loop_of(
-        real, tmp_path, Weighty(), eval_interval=2, eval_prompt_data="a x", eval_shared_engines=True, save_interval=0
-    )
-    assert loop.evals
-    loop.broker.hold_engines(policy(1), HOLD)
-    loop.evals.begin(0)
-    assert bare(lines(tmp_path)) == {0: {"eval/missing": 1}}
+    loop = resumed(real, tmp_path, 3)
+    assert bare(lines(tmp_path)) == {2: {"eval/missing": 1}}
     assert not loop.broker.held()
+    assert evaluated(look(real.feeder()).evals) == (
+        "1 (missing 1); step 2 missing: a resume has given the engines that were held for it newer weights"
+    )
+    loop.report.file.close()
+
+
+def test_after_a_resume_from_the_weights_that_were_in_flight_on_shared_engines_they_are_evaluated_again(
+    real: Rig, tmp_path: Path
+) -> None:
+    loop = resumed(real, tmp_path, 2)
+    assert loop.evals
+    assert (loop.evals.flights, loop.broker.held()) == ([], False)
+    loop._evaluate(loop.publish(9))
+    assert [(flight.ask.step, flight.ask.version) for flight in loop.evals.flights] == [(2, 9)]
+    assert real.raw.hget(real.keys["evals:hold"], "version") == b"9"
+    answer(real, 2, {"eval/a": 0.5})
+    eventually(lambda: loop.evals.look() or not loop.evals.flights)  # type: ignore[union-attr,func-returns-value]
+    assert bare(lines(tmp_path)) == {2: {"eval/a": 0.5}}
     loop.report.file.close()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from pipeline.fenced import TrainerBroker
 from pipeline.jobs import EVAL, Jobs, Outcome
 from pipeline.metrics import Records
 from pipeline.types import Policy
-from trainer.flights import Flight, Line, read, told, write
+from trainer.flights import Flight, Line, are_metrics, read, told, write
 from trainer.workshop import Workshop
 
 log = logging.getLogger(__name__)
@@ -57,20 +56,23 @@ class Evaluations:
         "seconds"
         self.deaf = -SAY
         "monotonic time when the log last told that Redis does not take or give one"
+        self.why = ""
+        "of the last that has no metrics"
 
     def begin(self, step: int) -> None:
         """Goes on with what an earlier trainer has left in flight; `step` is where this one begins."""
         for ask in read(self.folder):
             flight = self._flight(ask)
-            if ask.step > step or ask.step in self.lines:
+            again = ask.shared and ask.step == step and self.due(step)  # the engines get these weights once more
+            if again or ask.step > step or ask.step in self.lines:
                 self._forget(flight)
             elif ask.shared:
-                self._end(flight, "missing", "the engines that were held for it go on with other weights")
+                self._end(flight, "missing", "a resume has given the engines that were held for it newer weights")
             elif ask.path and not Path(ask.path).is_dir():
                 self._end(flight, "missing", f"the weights are gone ({ask.path})")
             else:
-                log.info("%s was in flight and goes on", flight)
                 self.flights.append(flight)
+                log.info("%s was in flight and goes on", flight)
         self._write()
         self.look()
 
@@ -196,7 +198,7 @@ class Evaluations:
             flight.job = ""  # and is put again
         elif outcome.state == "lost":
             self._end(flight, "missing", outcome.why)
-        elif outcome.state == "failed" or not _are_metrics(outcome.value):
+        elif outcome.state == "failed" or not are_metrics(outcome.value):
             self._end(flight, "failed", outcome.why or f"it gave no metrics but {outcome.value!r}"[:300])
         else:
             self._end(flight, "", "", outcome.value)
@@ -206,6 +208,7 @@ class Evaluations:
         line = {f"eval/{kind}": 1.0} if values is None else values
         if kind:
             log.log(*ENDS[kind], flight, why[:2000])
+            self.why = f"step {flight.ask.step} {kind}: {why.partition(chr(10))[0].removeprefix('failed: ')[:200]}"
         else:
             log.info("%s: %s", flight, {n: v for n, v in line.items() if n.count("/") == 1})
             if self.config.save_best and self.config.save_best not in line:
@@ -240,9 +243,6 @@ class Evaluations:
     def _write(self) -> None:
         """What is in flight, for who resumes; and for people."""
         ends = Counter(end for line in self.lines.values() for end in ENDS if f"eval/{end}" in line)
-        self.broker.renew(evals=json.dumps({"in_flight": sorted(self.steps), "ended": len(self.lines), **ends}))
+        told = {"in_flight": sorted(self.steps), "ended": len(self.lines), **ends}
+        self.broker.renew(evals=json.dumps({**told, "why": self.why} if self.why else told))
         write(Workshop(self.folder, self.broker.epoch), self.flights)
-
-
-def _are_metrics(value: object) -> bool:
-    return isinstance(value, dict) and all(type(v) in (int, float) and math.isfinite(v) for v in value.values())

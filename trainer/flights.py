@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,3 +64,7 @@ def write(shop: Workshop, flights: Sequence[Flight]) -> None:
     aside.touch(mode=0o600)
     aside.write_text(json.dumps([flight.ask.model_dump(mode="json") for flight in flights]))
     aside.replace(shop.root / OPEN)
+
+
+def are_metrics(value: object) -> bool:
+    return isinstance(value, dict) and all(type(v) in (int, float) and math.isfinite(v) for v in value.values())
