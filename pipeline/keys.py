@@ -28,6 +28,7 @@ NAMES: dict[str, str] = {
     "weights:joins": "list of JSON: engines that can take this version from the trainer; then how each fared",
     "weights:roster": "JSON: who takes part in the update over a process group, and what is sent",
     "evals:hold": "hash that expires: weights an evaluation has the engines for; nothing is leased meanwhile",
+    "evals:engines": "hash that expires: URL of a server for evaluations -> worker that uses it, and until when (ms)",
     "workers": "zset worker -> last heartbeat, server time in ms",
     "workers:info": "hash worker -> JSON: host, pid, engine, version loaded, loading, in flight, rates",
     "workers:spare": "hash worker -> finished samples of groups that are not finished yet",

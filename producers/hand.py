@@ -15,10 +15,11 @@ from rq.utils import now
 from pipeline.broker import Broker
 from pipeline.errors import MillpondError, Stopped, UsageError
 from pipeline.jobs import DIED, FAILED, LATE, Kind
+from producers.claim import Claim
 from producers.deaf import refusal
 from producers.horse import Horse, HorseDied
 from producers.jobs import Desk, Job
-from producers.member import Member
+from producers.member import BLOCK, Member
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,10 @@ DEATHS = 5
 
 
 class Hand(Member):
-    def __init__(self, broker: Broker, kind: Kind, name: str, job: Job, desk: Desk) -> None:
-        """`broker.stop` is set when no more jobs are to be taken."""
+    def __init__(
+        self, broker: Broker, kind: Kind, name: str, job: Job, desk: Desk, servers: tuple[str, ...] = ()
+    ) -> None:
+        """`broker.stop` is set when no more jobs are to be taken; `servers`: nobody else may use them meanwhile."""
         self.lasting = job.lasting
         self.desk = desk
         self.horse: Horse | None = None
@@ -42,6 +45,9 @@ class Hand(Member):
         self.idle = time.monotonic()
         "since when it has done none"
         super().__init__(broker, kind, name)
+        self.claim = Claim(broker, self.name, servers)
+        self.waits_for = ""
+        "who has our servers, as the log was told"
 
     def run(self) -> None:
         """Until told to stop. UsageError where this worker cannot do such jobs, RedisDown past the patience."""
@@ -65,13 +71,29 @@ class Hand(Member):
     def _turn(self) -> None:
         self.sign()
         self.tidy()
-        job = self.take()
-        if job is not None:
-            self.since = time.monotonic()
-            try:
-                self._do(job)
-            finally:
-                self.since, self.idle = 0.0, time.monotonic()
+        if other := self.claim.other():
+            self._wait_for(other)
+            return
+        try:
+            job = self.take()
+            if job is not None:
+                self._at_work(job)
+        finally:
+            self.claim.let_go()
+
+    def _at_work(self, job: Any) -> None:
+        self.since = time.monotonic()
+        try:
+            self._do(job)
+        finally:
+            self.since, self.idle = 0.0, time.monotonic()
+
+    def _wait_for(self, other: str) -> None:
+        """Somebody else does jobs on our servers; what waits is theirs to take as well."""
+        if self.waits_for != other:
+            self.waits_for = other
+            log.info("worker %s uses %s; jobs are taken when it does not", other, ", ".join(self.claim.urls))
+        self.broker.stop.wait(BLOCK)
 
     def _do(self, job: Any) -> None:
         why = refusal(job, self.kind)
@@ -94,7 +116,7 @@ class Hand(Member):
         """What is to be written down of a job, once it has ended somehow."""
         failed = partial(self.failed, job, execution)
         try:
-            reply = self._reply(self._ridden(lambda: self.beat(job, execution)), job, execution)
+            reply = self._reply(self._ridden(lambda: self._sign_of(job, execution)), job, execution)
         except HorseDied as death:
             self._put_down()
             return partial(failed, f"{DIED}: {death}", again=True)
@@ -127,10 +149,18 @@ class Hand(Member):
                 if time.monotonic() - stopped >= self.grace:
                     self._put_down()
                     raise Stopped("asked to stop")
-            if not self.beat(job, execution):
+            if not self._sign_of(job, execution):
                 self._put_down()
                 return None
         return reply
+
+    def _sign_of(self, job: Any, execution: Any) -> bool:
+        """That it is being done; False where nobody waits for it any more."""
+        if not self.claim.kept():
+            raise HorseDied(
+                f"another worker uses {', '.join(self.claim.urls)} by now: this one was silent for too long"
+            )
+        return self.beat(job, execution)
 
     # -- its process
 

@@ -22,12 +22,13 @@ from pipeline.broker import Broker
 from pipeline.config import WorkerConfig
 from pipeline.errors import MillpondError, RedisDown, Starved, Stopped, UsageError
 from pipeline.flags import parse
-from pipeline.jobs import KINDS, REWARD, Kind
+from pipeline.jobs import EVAL, KINDS, REWARD, Kind
 from pipeline.join import Place, join
 from pipeline.keys import Keys
 from pipeline.leases import new_worker_id
 from pipeline.log import setup
 from pipeline.modes import check
+from producers.claim import servers
 from producers.cli import same_code, verified
 from producers.evaluate import try_out
 from producers.hand import Hand
@@ -158,7 +159,8 @@ class Crew:
         broker.stop = self.stop
         desk = Desk(self.config, self.rules, self.place.run, self.place.url, self.place.folder)
         try:
-            hand = broker.patiently(lambda: Hand(broker, kind, name, JOBS[kind.name], desk))
+            used = servers(self.config) if kind is EVAL else ()
+            hand = broker.patiently(lambda: Hand(broker, kind, name, JOBS[kind.name], desk, used))
             hand.leaves_after = QUIET if spare else None
             self.hands[threading.current_thread()] = hand
             hand.run()

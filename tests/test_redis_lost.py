@@ -78,7 +78,7 @@ VANISHES: dict[str, Callable[[Busy], Any]] = {
     "cursor and what is committed": lambda b: b.rig.raw.delete(*(b.rig.keys[n] for n in ("feed", "done:committed"))),
 }
 HARMLESS = ("groups", "groups:sizes", "workers", "workers:info", "workers:spare", "alarm", "errors", "dead")
-HARMLESS += ("quarantine", "counters", "weights:joins", "weights:roster", "evals:hold")
+HARMLESS += ("quarantine", "counters", "weights:joins", "weights:roster", "evals:hold", "evals:engines")
 "Keys whose loss loses no prompt, or no more than a trainer's check finds without asking why."
 
 

@@ -6,25 +6,29 @@ import asyncio
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_sglang import FakeSGLang
+from fake_sglang import FakeSGLang, in_a_thread
 from make import Hand, at_work, calm, drain_of, feed, loop_of, until
 from rig import Rig, agreed, policy
-from test_evaluate import Weighty, answer, bare, eventually, lines, train
+from test_evaluate import Weighty, answer, bare, eventually, lines, train, worker
 from test_evaluation import asked, prompts
 
 from consumers.staleness import Limit
 from pipeline.causes import causes
+from pipeline.code import digest
 from pipeline.codec import decode
 from pipeline.config import WorkerConfig
 from pipeline.errors import Fenced, MillpondError, Starved, WeightsError
 from pipeline.evals import HOLD
 from pipeline.glance import look
+from pipeline.jobs import EVAL, Jobs, Outcome
 from pipeline.status import evaluated
+from producers.claim import LASTS, Claim, servers
 from producers.evaluate import evaluate
 from producers.holding import holding
 from trainer.demo_model import make
@@ -229,3 +233,56 @@ def test_servers_for_evaluations_alone_load_just_that_version(tmp_path: Path) ->
     found, loads = asyncio.run(go())
     assert found["eval/a/samples"] == 10
     assert [(body["model_path"], body["weight_version"]) for body in loads] == [("weights/7", "7")]
+
+
+def test_a_server_for_evaluations_is_one_workers_until_it_lets_go_or_falls_silent(run: Rig) -> None:
+    broker = run.feeder()
+    both, one = Claim(broker, "w1", ("http://a:1", "http://b:1")), Claim(broker, "w2", ("http://b:1",))
+    assert (both.other(), one.other(), both.other()) == ("", "w1", "")
+    one.let_go()
+    assert one.other() == "w1"
+    both.let_go()
+    assert (one.other(), both.other()) == ("", "w2")
+    assert not run.raw.hexists(run.keys["evals:engines"], "http://a:1")
+    ends = int(run.raw.hget(run.keys["evals:engines"], "http://b:1").split()[1])
+    assert 0 < ends - run.now() <= LASTS * 1000
+    run.raw.hset(run.keys["evals:engines"], "http://b:1", f"w2 {run.now() - 1}")
+    assert both.other() == ""
+    one.renewed = float("-inf")
+    assert not one.kept()
+    assert 0 < run.raw.pttl(run.keys["evals:engines"]) <= LASTS * 1000
+
+
+def test_who_evaluates_elsewhere_or_as_a_guest_claims_nothing(run: Rig) -> None:
+    sglang = {"rm_type": "f1", "engine": "sglang", "engine_url": "http://a:1"}
+    assert servers(WorkerConfig(**sglang)) == ("http://a:1",)
+    assert servers(WorkerConfig(**sglang, eval_engine_url="http://b:1,http://c:1")) == ("http://b:1", "http://c:1")
+    for none in ({"rm_type": "f1"}, {**sglang, "eval_shared_engines": True}, {**sglang, "eval_function_path": "m.f"}):
+        assert servers(WorkerConfig(**none)) == ()
+    assert Claim(run.feeder(), "w1", ()).other() == ""
+    assert not run.raw.exists(run.keys["evals:engines"])
+
+
+def test_two_workers_with_the_same_server_evaluate_one_after_the_other(
+    real: Rig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    fake = FakeSGLang(vocab=22, label="1")
+    fake.weighs.update({"weights/7", "weights/8"})
+    fake.hold_at = 1
+
+    def loads() -> list[str]:
+        return [body["weight_version"] for body in fake.bodies("/update_weights_from_disk")]
+
+    with in_a_thread(fake) as loop, closing(Jobs(real.url, real.keys, "test")) as jobs:
+        config = sglang(tmp_path, fake, eval_engine_url=fake.url).model_dump(exclude_unset=True)
+        with worker(real, **config, engine="local"), worker(real, **config, engine="local"):
+            asks = [asked(path=f"weights/{n}", version=n, code={"rm_type": digest("length")}) for n in (7, 8)]
+            ids = [jobs.put(EVAL, f"{a.version}", {"ask": a.model_dump(mode="json")}, 100, 100) for a in asks]
+            eventually(lambda: fake.flights and ("jobs are taken when it does not" in caplog.text or len(loads()) > 1))
+            assert loads() == ["7"]
+            asyncio.run_coroutine_threadsafe(fake.release(), loop).result()
+            ended: dict[str, Outcome] = {}
+            eventually(lambda: ended.update(jobs.ended([i for i in ids if i not in ended])) or len(ended) == 2)  # type: ignore[func-returns-value]
+    assert [ended[id].value["eval/weight_version"] for id in ids] == [7, 8]
+    assert loads() == ["7", "8"]
