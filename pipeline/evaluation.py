@@ -176,8 +176,13 @@ def refused(config: Any) -> Iterator[str]:
 def refused_engine(config: Any) -> Iterator[str]:
     """The same of who evaluates; all others pass."""
     if not getattr(config, "eval_shared_engines", False):
-        return
-    if config.eval_engine_url is not None:
+        due = getattr(config, "eval_interval", None) is not None and config.eval_function_path is None
+        if due and config.engine == "sglang" and config.eval_engine_url is None:
+            yield (
+                "evaluations need engines: --engine-url names the generators', and loading a version to evaluate there "
+                "would disturb them; give others with --eval-engine-url, or let them take turns: --eval-shared-engines"
+            )
+    elif config.eval_engine_url is not None:
         yield "--eval-engine-url names engines for evaluations alone, and --eval-shared-engines the others; use one"
     elif config.engine != "sglang":
         yield (

@@ -129,6 +129,14 @@ def test_who_evaluates_is_said_once(fields: dict[str, Any], said: str) -> None:
     assert said in refusal(WorkerConfig(rm_type="exact", **worker))
 
 
+def test_a_run_never_evaluates_on_the_generators_servers_by_accident() -> None:
+    sglang = {"num_rollout": 3, "rm_type": "exact", "engine": "sglang", "engine_url": "http://a:1", **ON}
+    assert "give others with --eval-engine-url" in refusal(RunConfig(**sglang))
+    for fine in ({"eval_engine_url": "http://b:1"}, {"eval_shared_engines": True}):
+        assert check(RunConfig(**sglang, **fine)) == []
+    assert check(RunConfig(**{**sglang, "eval_prompt_data": None}, eval_function_path="my.f")) == []
+
+
 def test_servers_for_evaluations_alone_may_want_a_key() -> None:
     key = {"engine_api_key": "secret", "engine_timeout": 5.0}
     assert check(RunConfig(num_rollout=3, rm_type="exact", **ON, **key, eval_engine_url="http://b:1")) == []
