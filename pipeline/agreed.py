@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from pipeline.config import Rollout
+from pipeline.evaluation import Terms
 
 
 class Agreed(Rollout):
@@ -14,6 +15,8 @@ class Agreed(Rollout):
     rm_place: Literal["generator", "worker"] = "generator"
     code: dict[str, str]
     "digest of each dotted path or reward type a worker must have as well, by field name"
+    evals: Terms | None = None
+    "what a worker must have to evaluate; None: nothing is evaluated"
     bound: int
     "groups leased or unsettled at once (pipeline.room)"
     slack: int = 0

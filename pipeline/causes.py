@@ -117,13 +117,10 @@ def _config(view: Overview) -> Causes:
 
 
 def _workers(view: Overview) -> Causes:
-    last = view.failure
-    said = f"; the last that ended said {ago(last.age)} ago: {clean(last.what)}" if last else ""
     silent = [w for w in view.workers if not w.alive]
-    if not view.workers and not view.pushed:
-        yield Cause("no workers", "fault", f"no generator has ever come{said}", "start `millpond generate`")
-    elif not view.workers:
-        yield Cause("no workers", "fault", f"no generator is there{said}", "start `millpond generate`")
+    if not view.workers:
+        none = "no generator is there" if view.pushed else "no generator has ever come"
+        yield Cause("no workers", "fault", none + _said(view), "start `millpond generate`")
     elif len(silent) == len(view.workers):
         least = min(w.seen for w in silent)
         yield Cause(
@@ -140,15 +137,18 @@ def _workers(view: Overview) -> Causes:
 
 def _jobs(view: Overview) -> Causes:
     """Rewards hold generators up, evaluations nobody."""
-    for queue in view.jobs:
-        if queue.waiting and not queue.workers:
-            what = f"{queue.waiting} {queue.name} wait and no worker is there"
-            yield Cause(
-                f"no worker for {queue.name}",
-                "fault" if queue.name == "rewards" else "wait",
-                what,
-                "start `millpond worker`, or see the log of the one that ended",
-            )
+    for queue in (queue for queue in view.jobs if queue.waiting and not queue.workers):
+        yield Cause(
+            f"no worker for {queue.name}",
+            "fault" if queue.name == "rewards" else "wait",
+            f"{queue.waiting} {queue.name} wait and no worker for them is there{_said(view)}",
+            "start `millpond worker` with the trainer's options, or see the log of the one that ended",
+        )
+
+
+def _said(view: Overview) -> str:
+    last = view.failure
+    return f"; the last that ended said {ago(last.age)} ago: {clean(last.what)}" if last else ""
 
 
 def _engines(view: Overview) -> Causes:

@@ -8,16 +8,16 @@ from typing import Any
 
 from pipeline.code import digest
 from pipeline.errors import UsageError
-from pipeline.evaluation import names
+from pipeline.evaluation import Terms, names
 from pipeline.options import flag
-from pipeline.sections import Fraction, Positive, PositiveFloat, Section
+from pipeline.sections import Fraction, Positive, PositiveFloat
 from pipeline.types import HF, Policy
 
 HOLD = 60.0
 "Seconds after which shared engines are no longer held for an evaluation, unless its worker renews that."
 
 
-class Ask(Section):
+class Ask(Terms):
     """An evaluation of one version"""
 
     step: int
@@ -28,8 +28,6 @@ class Ask(Section):
     format: str = HF
     "what that folder holds"
     digest: str
-    sets: tuple[str, ...]
-    "names"
     samples: Positive
     "to each prompt"
     temperature: float
@@ -38,10 +36,10 @@ class Ask(Section):
     max_response_len: Positive
     seconds: PositiveFloat
     "that it may take"
-    shared: bool
-    "on the generators' engines"
-    code: dict[str, str]
-    "digests of functions and rewards, by field"
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(sets=self.sets, shared=self.shared, code=self.code)
 
     @property
     def policy(self) -> Policy:
@@ -57,15 +55,17 @@ def ask_of(config: Any, policy: Policy) -> Ask:
         path=policy.path,
         format=policy.format,
         digest=policy.digest,
-        sets=tuple(names(config)),
         samples=config.n_samples_per_eval_prompt,
         temperature=config.rollout_temperature if warm is None else warm,
         top_p=config.eval_top_p,
         max_response_len=config.rollout_max_response_len if most is None else most,
         seconds=config.eval_timeout,
-        shared=config.eval_shared_engines,
-        code=code_of(config),
+        **dict(terms_of(config)),
     )
+
+
+def terms_of(config: Any) -> Terms:
+    return Terms(sets=tuple(sorted(names(config))), shared=config.eval_shared_engines, code=code_of(config))
 
 
 def code_of(config: Any) -> dict[str, str]:
@@ -80,16 +80,16 @@ def code_of(config: Any) -> dict[str, str]:
     return {name: digest(value) for name, value in values.items() if value is not None}
 
 
-def agree(ask: Ask, config: Any) -> None:
+def agree(terms: Terms, config: Any) -> None:
     """UsageError unless a worker with `config` would evaluate just that."""
     mine = code_of(config)
-    other = sorted(name for name in {*mine, *ask.code} if mine.get(name) != ask.code.get(name))
-    if set(ask.sets) != set(names(config)) and "eval_function_path" not in ask.code:
-        have, want = (" ".join(sorted(some)) or "none" for some in (names(config), ask.sets))
+    other = sorted(name for name in {*mine, *terms.code} if mine.get(name) != terms.code.get(name))
+    if set(terms.sets) != set(names(config)) and "eval_function_path" not in terms.code:
+        have, want = (" ".join(sorted(some)) or "none" for some in (names(config), terms.sets))
         raise UsageError(f"--eval-prompt-data: this worker has the sets {have}, and the trainer asks for {want}")
     if other:
         raise UsageError(
             f"{', '.join(map(flag, other))}: the trainer has another value than this worker; give the same"
         )
-    if ask.shared != config.eval_shared_engines:
+    if terms.shared != config.eval_shared_engines:
         raise UsageError("--eval-shared-engines: the trainer has another value than this worker; give the same")

@@ -99,6 +99,17 @@ class Evaluation(EvalSchedule, EvalSets, EvalSampling):
     """Evaluation, as a trainer asks for it"""
 
 
+class Terms(Section):
+    """What evaluations of a run are: who evaluates must have it so as well"""
+
+    sets: tuple[str, ...]
+    "names"
+    shared: bool
+    "on the generators' engines"
+    code: dict[str, str]
+    "digests of functions and rewards, by field"
+
+
 def sets(text: str) -> dict[str, Path]:
     """Name -> file of `--eval-prompt-data`; UsageError where one does not exist."""
     words = shlex.split(text)

@@ -14,6 +14,7 @@ from pipeline.agreed import Agreed
 from pipeline.code import digest
 from pipeline.config import Engines, Rollout, RunConfig, Section, TrainConfig
 from pipeline.errors import UsageError
+from pipeline.evals import terms_of
 from pipeline.options import flag
 from pipeline.room import bound, slack
 
@@ -233,6 +234,7 @@ def agreed(config: Trained) -> Agreed:
         group_rm=config.group_rm,
         rm_place=config.rm_place,
         code={name: digest(path) for name, path in named.items() if path is not None and name not in unused},
+        evals=None if config.eval_interval is None else terms_of(config),
         bound=_bound(config),
         slack=slack(staleness, config.rollout_batch_size, config.update_weights_interval),
         in_flight=config.rollout_batch_size if samples is None else max(1, samples // config.n_samples_per_prompt),

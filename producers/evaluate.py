@@ -105,6 +105,11 @@ def try_out(config: EvalWork) -> None:
         open_sets(config)
     if config.eval_function_path is not None:
         code.load(config.eval_function_path, eval_function.FLAG)
+    elif config.eval_prompt_data is not None:
+        if (reward := reward_of(config).custom_rm_path) is not None:
+            code.load(reward, "--custom-rm-path")
+        if config.custom_generate_function_path is not None:
+            custom_generate.load(config.custom_generate_function_path)
 
 
 def reward_of(config: EvalWork) -> Rewards:

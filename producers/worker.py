@@ -21,6 +21,7 @@ from pipeline.agreed import Agreed
 from pipeline.broker import Broker
 from pipeline.config import WorkerConfig
 from pipeline.errors import MillpondError, RedisDown, Starved, Stopped, UsageError
+from pipeline.evals import agree
 from pipeline.flags import parse
 from pipeline.jobs import EVAL, KINDS, REWARD, Kind
 from pipeline.join import Place, join
@@ -121,6 +122,9 @@ class Crew:
     def work(self) -> bool:
         """Returns when all hands have; True where the trainer has other settings by now, and who goes on begins anew
         with them. Raises what a hand ended with."""
+        if self.differs and self.wanted:
+            log.warning("this worker leaves evaluations to others: %s", self.differs)
+            self.broker.note(f"worker-{os.getpid()}", f"it leaves evaluations to others: {self.differs}")
         for kind, hands in self.wanted.items():
             for _ in range(hands):
                 self._start(kind)
@@ -139,11 +143,24 @@ class Crew:
         return changed
 
     @property
+    def differs(self) -> str:
+        """Why this worker evaluates nothing for the run; empty where it does, or is not to."""
+        if self.rules.evals is None or self.config.worker_jobs == "rewards":
+            return ""
+        try:
+            agree(self.rules.evals, self.config)
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    @property
     def wanted(self) -> dict[Kind, int]:
         """Hands by kind, where there are any; UsageError where there is none."""
-        own = {REWARD: self.config.rm_workers if self.rules.rm_place == "worker" else 0}
+        own = {REWARD: self.config.rm_workers if self.rules.rm_place == "worker" else 0, EVAL: int(not self.differs)}
         kinds = [kind for kind in KINDS.values() if self.config.worker_jobs in ("all", kind.queue)]
-        found = {kind: hands for kind in kinds if (hands := own.get(kind, 1))}
+        found = {kind: hands for kind in kinds if (hands := own[kind])}
+        if not found and self.differs:
+            raise UsageError(f"nothing to do for this worker: {self.differs}")
         if not found:
             raise UsageError("--worker-jobs rewards: this run's answers are scored by its generators (--rm-place)")
         return found

@@ -19,12 +19,17 @@ from make import crew, feed, loop_of, metrics, run
 from rig import Rig, agreed
 from rq.results import Result
 from safetensors.numpy import save_file
+from test_evaluation import asked
 
+from pipeline.agreed import Agreed
 from pipeline.broker import Broker
+from pipeline.causes import causes
+from pipeline.code import digest
 from pipeline.config import WorkerConfig
-from pipeline.errors import Stopped
+from pipeline.errors import Stopped, UsageError
+from pipeline.evaluation import Terms
 from pipeline.glance import look
-from pipeline.jobs import EVAL, Jobs
+from pipeline.jobs import EVAL, REWARD, Jobs
 from pipeline.join import Place
 from pipeline.status import evaluated
 from producers.engines.echo import EchoEngine
@@ -79,12 +84,12 @@ def quick() -> EchoEngine:
 
 
 @contextmanager
-def worker(rig: Rig, **options: Any) -> Iterator[None]:
+def worker(rig: Rig, rules: Agreed | None = None, **options: Any) -> Iterator[None]:
     """`millpond worker` for evaluations, in a thread."""
     config = WorkerConfig.model_validate({"engine": "echo", "rm_type": "random", "worker_jobs": "evals", **options})
     broker = Broker(rig.url, rig.keys, "jobs", 20)
     with ThreadPoolExecutor(1) as threads:
-        working = threads.submit(Crew(config, Place(rig.url, rig.keys.run, None), agreed(), broker).work)
+        working = threads.submit(Crew(config, Place(rig.url, rig.keys.run, None), rules or agreed(), broker).work)
         try:
             yield
         finally:
@@ -164,6 +169,40 @@ def test_one_fails_one_is_killed_and_run_again_and_the_last_is_waited_for(real: 
     assert (found[4]["eval/w"], len(found)) == (4, 2)
     assert (tmp_path / "gate.killed").exists()
     assert real.raw.hget(real.keys["state"], "status") == b"done"
+
+
+TERMS = Terms(sets=(), shared=False, code={"eval_function_path": digest(OWN["eval_function_path"])})
+
+
+def test_a_worker_that_does_not_fit_leaves_an_evaluation_to_one_that_does_and_says_why(
+    real: Rig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It scores answers meanwhile."""
+    Weighty().save_weights(tmp_path)
+    broker, rules = real.feeder(), agreed(rm_place="worker", evals=TERMS)
+    real.trainer()
+    ask = asked(sets=(), code=TERMS.code, path=str(tmp_path))
+    with closing(Jobs(real.url, real.keys, "test")) as jobs:
+        id = jobs.put(EVAL, "6-7", {"ask": ask.model_dump(mode="json")}, 100, 100)
+        with worker(real, rules, worker_jobs="all", rm_workers=1, eval_function_path="eval_functions.other"):
+            eventually(lambda: jobs.workers(REWARD))
+            cause = eventually(lambda: {c.name: c for c in causes(look(broker))}.get("no worker for evals"))
+            assert "leaves evaluations to others: --eval-function-path: the trainer has another value" in cause.what
+            assert not jobs.workers(EVAL)
+            with worker(real, rules, **OWN):
+                eventually(lambda: jobs.ended([id]))
+        assert jobs.ended([id])[id].state == "done"
+    assert caplog.text.count("this worker leaves evaluations to others: --eval-function-path: the trainer has") == 1
+
+
+def test_a_worker_that_fits_for_nothing_ends_with_the_reason(real: Rig) -> None:
+    with (
+        pytest.raises(
+            UsageError, match="nothing to do for this worker: --eval-function-path, --rm-type: the trainer has"
+        ),
+        worker(real, agreed(evals=TERMS), worker_jobs="all"),
+    ):
+        pass
 
 
 # -- with answers
@@ -318,6 +357,16 @@ def test_what_belongs_to_a_discarded_branch_is_forgotten_and_gone_weights_are_mi
         later.result()
     assert bare(lines(tmp_path)) == {0: {"eval/missing": 1}, 2: {"eval/a": 2}, 6: {"eval/a": 6}}
     assert loop.now.step == 6
+
+
+def test_what_was_asked_for_with_other_options_is_missing_after_a_resume(real: Rig, tmp_path: Path) -> None:
+    stopped(real, tmp_path, skip_eval_before_train=True, eval_interval=4)
+    other = {"eval_function_path": "eval_functions.other", "eval_interval": 6}
+    with ThreadPoolExecutor(1) as threads:
+        later = threads.submit(answer, real, 6, {"eval/a": 6.0})
+        resumed(real, tmp_path, **other)
+        later.result()
+    assert bare(lines(tmp_path)) == {4: {"eval/missing": 1}, 6: {"eval/a": 6}}
 
 
 # -- the best checkpoint

@@ -25,6 +25,7 @@ from pipeline import evaluation, flags
 from pipeline.config import RunConfig, TrainConfig, WorkerConfig
 from pipeline.errors import EngineDown, EngineError, MillpondError, UsageError
 from pipeline.evals import Ask, agree, ask_of
+from pipeline.modes import agreed as told
 from pipeline.modes import check, idle
 from pipeline.plan import others_of
 from pipeline.types import Policy, Span
@@ -179,6 +180,18 @@ def test_a_worker_with_other_sets_or_code_evaluates_nothing(mine: dict[str, Any]
     agree(ask, WorkerConfig(**worker))
     with pytest.raises(UsageError, match=said):
         agree(ask, WorkerConfig(**{**worker, **mine}))
+
+
+def test_workers_are_told_what_evaluations_are_and_whose_code_is_not_there_does_not_start(tmp_path: Path) -> None:
+    config = TrainConfig(**{**ON, "eval_prompt_data": "b b.jsonl a a.jsonl"}, rm_type="exact", num_rollout=3)
+    terms = told(config).evals
+    assert terms is not None
+    assert (terms.sets, terms.shared, set(terms.code)) == (("a", "b"), False, {"rm_type"})
+    assert told(TrainConfig(rm_type="exact", num_rollout=3)).evals is None
+    data = f"a {prompts(tmp_path, 'x')}"
+    for wrong in ("custom_rm_path", "custom_generate_function_path"):
+        with pytest.raises(UsageError, match=f"--{wrong.replace('_', '-')} 'nowhere_at_all.f'"):
+            try_out(WorkerConfig(**{wrong: "nowhere_at_all.f", "eval_prompt_data": data}))
 
 
 # -- pass@k

@@ -438,7 +438,7 @@ def test_jobs_that_wait_for_nobody_are_shown_and_purged_with_their_run(real: Rig
     told = {cause.name: cause for cause in causes(view)}
     assert told["no worker for rewards"].kind == "fault"
     assert told["no worker for evals"].kind == "wait"
-    assert "1 evals wait and no worker is there: start `millpond worker`" in str(told["no worker for evals"])
+    assert "1 evals wait and no worker for them is there: start `millpond worker`" in str(told["no worker for evals"])
     assert len(job_queues.rq_keys(broker)) == 4
     purge._delete(broker)
     assert job_queues.rq_keys(broker) == set()

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 
 from pipeline.config import TrainConfig
 from pipeline.errors import Stopped
-from pipeline.evals import HOLD, Ask, ask_of
+from pipeline.evals import HOLD, Ask, ask_of, terms_of
 from pipeline.fenced import TrainerBroker
 from pipeline.jobs import EVAL, Jobs, Outcome
 from pipeline.metrics import Records
@@ -68,6 +68,8 @@ class Evaluations:
                 self._forget(flight)
             elif ask.shared:
                 self._end(flight, "missing", "a resume has given the engines that were held for it newer weights")
+            elif ask.terms != terms_of(self.config):
+                self._end(flight, "missing", "evaluations have other options since the resume")
             elif ask.path and not Path(ask.path).is_dir():
                 self._end(flight, "missing", f"the weights are gone ({ask.path})")
             else:
