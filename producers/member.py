@@ -2,18 +2,21 @@
 
 RQ's own workers import whatever function a job names, unpickle, fork, and put the password on a command line (spawn).
 Here a job is a name out of `pipeline.jobs.KINDS` and JSON arguments; its callbacks are not heard (deaf.py).
-What a worker has when it is killed is run again by another within about LIMIT seconds, `Kind.retries` times.
+What a worker has when it is killed is run again by another within about LIMIT seconds, `Kind.retries` times; so is what
+it had taken and not begun.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from datetime import timedelta
 from typing import Any
 
 from redis.exceptions import RedisError
 from rq import Queue, worker_registration
 from rq.exceptions import DequeueTimeout
+from rq.intermediate_queue import IntermediateQueue
 from rq.job import JobStatus
 from rq.registry import clean_registries
 from rq.serializers import JSONSerializer
@@ -34,6 +37,19 @@ BLOCK = 2
 "Seconds that the one blocking pop waits."
 TIDY = 5
 "Seconds between looks for jobs of dead workers, by one worker of all."
+
+
+class Taken(IntermediateQueue):  # type: ignore[misc]
+    """Jobs that a worker has popped and not begun, which takes it no time: RQ gives a minute."""
+
+    def should_be_cleaned_up(self, job_id: str) -> bool:
+        seen = self.get_first_seen(job_id)
+        return seen is not None and now() - seen > timedelta(seconds=LIMIT)
+
+    def remove(self, job_id: str) -> None:
+        """It may be taken again."""
+        super().remove(job_id)
+        self.connection.delete(self.get_first_seen_key(job_id))
 
 
 class Member(BaseWorker):  # type: ignore[misc]
@@ -84,7 +100,7 @@ class Member(BaseWorker):  # type: ignore[misc]
             try:
                 clean_registries(self.queue)
                 worker_registration.clean_worker_registry(self.queue)
-                self.queue.intermediate_queue.cleanup(self, self.queue)
+                Taken(self.queue.key, self.connection).cleanup(self, self.queue)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 log.error(
                     "what dead workers had in %s cannot be read: somebody else wrote there: %s", self.queue, error

@@ -42,6 +42,7 @@ from pipeline.plan import others_of
 from pipeline.server import EmbeddedServer
 from producers.hand import Hand
 from producers.jobs import JOBS, Desk
+from producers.member import LIMIT
 from producers.worker import Crew
 
 MINE = """
@@ -292,6 +293,26 @@ def test_the_job_of_a_worker_that_is_killed_is_done_by_another(alone: Place) -> 
     second.kill(signal.SIGTERM)
     second.ends(0)
     assert alone.workers() == 0
+
+
+def test_what_a_worker_took_and_never_began_is_anothers_after_the_heartbeats_limit(alone: Place) -> None:
+    """Killed in between. Its time, 20 s, is written into Redis."""
+    hand, id = hand_of(alone, WorkerConfig(custom_rm_path="mine.score")), alone.put("abc")
+    client, queue = alone.jobs.client, f"rq:queue:{alone.jobs.keys.queue('rewards')}"
+    assert client.lmove(queue, f"{queue}:intermediate", "RIGHT", "LEFT") == id.encode()
+
+    def tidied() -> list[list[bytes]]:
+        client.delete(f"rq:tidy:{hand.queue.name}")
+        hand.tidy()
+        return [client.lrange(name, 0, -1) for name in (queue, f"{queue}:intermediate")]  # type: ignore[misc]
+
+    first = f"{queue}:intermediate:first_seen:{id}"
+    assert tidied() == tidied() == [[], [id.encode()]]
+    client.set(first, float(client.get(first) or 0) - LIMIT - 1)  # type: ignore[arg-type]
+    assert tidied() == [[id.encode()], []]
+    assert not client.exists(first)
+    assert Job.fetch(id, connection=client, serializer=JSONSerializer).retries_left == REWARD.retries - 1
+    hand.broker.close()
 
 
 def test_a_worker_that_is_told_to_stop_ends_its_job_first(alone: Place) -> None:
