@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +15,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from pipeline.errors import UsageError
+from pipeline.errors import MillpondError, UsageError
+from pipeline.tether import spawn
 
 OWN = "model."
 "What names of the model's tensors begin with in a checkpoint; the others are the optimizer's."
@@ -49,8 +52,8 @@ def _said(adapters: Path) -> dict[str, Any]:
 
 @contextmanager
 def as_folder(checkpoint: Path, model: Path) -> Iterator[Path]:
-    """A folder in the Hugging Face layout, while the block lasts: the checkpoint's tensors in float32, all else from
-    `model`. UsageError where the checkpoint is not one of the torch backend."""
+    """A folder in the Hugging Face layout, while the block lasts: the checkpoint's tensors, all else from `model`. In
+    float32; what the megatron backend wrote in the model's own types. UsageError where it cannot be read."""
     state = checkpoint / "model"
     with tempfile.TemporaryDirectory(prefix="millpond-eval-") as name:
         folder = Path(name)
@@ -62,17 +65,35 @@ def as_folder(checkpoint: Path, model: Path) -> Iterator[Path]:
             raise UsageError(f"--hf-checkpoint {model}: {error.strerror}; give the folder of the run's model") from None
         try:
             facts = json.loads((state / "state.json").read_text(encoding="utf-8"))
-            if facts.get("lora"):
-                raise ValueError("only adapters and what they are added to")
-            places: dict[str, str] = facts["tensors"]
-            for file in sorted(set(places.values())):
-                with safe_open(state / file, "np") as content:
-                    own = [key for key in content.keys() if key.startswith(OWN)]  # noqa: SIM118 not a dict
-                    held = {key.removeprefix(OWN): content.get_tensor(key) for key in own}
-                if held:
-                    save_file(held, folder / file.replace("state", "model"), metadata={"format": "pt"})
+            if "megatron" not in facts:
+                _take(state, facts, folder)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise UsageError(
                 f"{checkpoint} holds no whole weights of the torch backend ({error}); evaluate a folder under weights/"
             ) from error
+        if "megatron" in facts:
+            _exported("megatron", model, checkpoint, folder)
         yield folder
+
+
+def _take(state: Path, facts: dict[str, Any], folder: Path) -> None:
+    if facts.get("lora"):
+        raise ValueError("only adapters and what they are added to")
+    places: dict[str, str] = facts["tensors"]
+    for file in sorted(set(places.values())):
+        with safe_open(state / file, "np") as content:
+            own = [key for key in content.keys() if key.startswith(OWN)]  # noqa: SIM118 not a dict
+            held = {key.removeprefix(OWN): content.get_tensor(key) for key in own}
+        if held:
+            save_file(held, folder / file.replace("state", "model"), metadata={"format": "pt"})
+
+
+def _exported(backend: str, model: Path, checkpoint: Path, folder: Path) -> None:
+    """By the backend, in a process of its own: nothing here knows training."""
+    words = [backend, *map(str, (model.absolute(), checkpoint.absolute(), folder))]
+    with spawn([sys.executable, "-m", "trainer.export", *words], stderr=subprocess.PIPE) as process:
+        _, said = process.communicate()
+    if process.returncode == UsageError.exit_code:
+        raise UsageError(f"{checkpoint}: {said.decode().strip().splitlines()[-1]}")
+    if process.returncode:
+        raise MillpondError(f"{checkpoint} could not be read ({process.returncode}):\n{said.decode().strip()}")

@@ -20,8 +20,9 @@ from test_ranks import torchrun
 from trainer_groups import group, random_groups, sample, sequence
 
 from pipeline.config import TrainConfig
-from pipeline.errors import MillpondError, WeightsError
+from pipeline.errors import MillpondError, UsageError, WeightsError
 from pipeline.origin import weights_in
+from producers.checkpoint_weights import as_folder
 from trainer import backends
 from trainer.backends.base import Backend
 from trainer.outline import saved
@@ -316,3 +317,34 @@ def test_a_state_that_is_missing_damaged_or_of_another_backend_is_refused(traine
     (tmp_path / "saved" / "__0_0.distcp").write_bytes(b"junk")
     with pytest.raises(WeightsError, match="of another model, or damaged"):
         backend.load(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_checkpoint_is_a_models_folder_for_who_evaluates_it(tmp_path: Path, bf16: bool) -> None:
+    """As the backend would have published it, whatever the model it was begun with."""
+    rules = {"train_backend": "megatron", "device": "cpu", "lr": 0.1, "bf16": bf16}
+    begun = model(tmp_path / "model", "qwen3")
+    trained, _ = backends.BUILDERS["megatron"](TrainConfig(hf_checkpoint=begun, **rules), True)
+    trained.train(random_groups(3, 4, seed=1), 0)
+    for name in ("point/model", "published"):
+        (tmp_path / name).mkdir(parents=True)
+    trained.save(tmp_path / "point/model")
+    trained.save_weights(tmp_path / "published")
+    trained.close()
+    with as_folder(tmp_path / "point", begun) as folder:
+        found, wanted = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "published"))
+        assert (folder / "config.json").is_file()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    first = load_file(begun / "model.safetensors")
+    assert not all(torch.equal(found[name], first[name]) for name in first)
+
+
+def test_what_is_wrong_with_a_checkpoint_to_be_evaluated_is_said_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "point/model").mkdir(parents=True)
+    (tmp_path / "point/model/state.json").write_text(json.dumps({"megatron": "0.1", "updates": 1}))
+    with (
+        pytest.raises(UsageError, match=r"^\S*point: \S*point/model: a training state of another model, or damaged"),
+        as_folder(tmp_path / "point", model(tmp_path / "model", "qwen3")),
+    ):
+        pass
