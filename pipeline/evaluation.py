@@ -116,7 +116,8 @@ def sets(text: str) -> dict[str, Path]:
     found = {name: Path(path) for name, path in zip(words[::2], words[1::2], strict=True)}
     for name, path in found.items():
         if not path.is_file():
-            raise UsageError(f"--eval-prompt-data {name} {path}: there is no such file")
+            wrong = "it is a folder; give a file" if path.is_dir() else "there is no such file"
+            raise UsageError(f"--eval-prompt-data {name} {path}: {wrong}")
     return found
 
 

@@ -45,8 +45,8 @@ def resolve(argv: Sequence[str]) -> RunConfig:
     _name(name, config)
     if config.resume and folder and not config.redis_url and not (folder / "redis").is_dir():
         raise UsageError(f"--resume: the run in {folder} is in a Redis of yours: give the same --redis-url again")
-    if config.eval_prompt_data is not None:
-        sets(config.eval_prompt_data)
+    if config.eval_interval is not None:
+        _try_evaluations(config, argv)
     folder = folder or RUNS / name
     if config.load and not config.resume:
         weights_in(config.load, config.train_backend)
@@ -62,6 +62,16 @@ def resolve(argv: Sequence[str]) -> RunConfig:
     filled = config.model_copy(update=values)
     filled.model_fields_set.intersection_update(given)
     return filled
+
+
+def _try_evaluations(config: RunConfig, argv: Sequence[str]) -> None:
+    """UsageError for what the worker would find out minutes later; asked of a process, as nothing here knows them."""
+    if config.eval_prompt_data is not None:
+        sets(config.eval_prompt_data)
+    asked = subprocess.run([sys.executable, "-m", "producers.try_out", *argv], stderr=subprocess.PIPE, text=True)
+    if asked.returncode:
+        kind = UsageError if asked.returncode == UsageError.exit_code else MillpondError
+        raise kind(asked.stderr.strip() or f"the evaluations' options could not be tried: {asked.returncode}")
 
 
 def others_of(config: RunConfig) -> list[tuple[str, str]]:

@@ -81,7 +81,8 @@ def main(argv: list[str]) -> int:
     folder = folder_of(options, words)
     told = read(folder)
     if not told.steps:
-        raise UsageError(f"{folder} holds no steps yet (metrics.jsonl)")
+        begun = any((folder / f"{name}.toml").is_file() for name in ("config", "trainer"))
+        raise UsageError(f"{folder} {'holds no steps yet' if begun else 'is no folder of a run'} (no metrics.jsonl)")
     target = options.to or folder / "report.html"
     _write(target, page(told).encode("utf-8", "backslashreplace"))
     show.line(f"{target}")

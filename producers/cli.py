@@ -186,7 +186,8 @@ async def _start(engine: Engine, generator: Generator, broker: WorkerBroker) -> 
 
 async def _rules(broker: WorkerBroker, config: GenerateConfig) -> Agreed | None:
     """What the trainer has written for all workers; None when told to stop before there was anything."""
-    began = said = time.monotonic()
+    began = time.monotonic()
+    said = began - 28  # the first soon
     while not broker.stop.is_set():
         rules = await broker.agreed()
         if rules is not None:

@@ -95,6 +95,7 @@ def open_sets(config: EvalWork) -> dict[str, Dataset]:
             checks.settle()
         except UsageError as error:
             said = str(error).replace("--prompt-data", f"--eval-prompt-data {name}")
+            said = said.replace("(--input-key)", "(--eval-input-key)").replace("(--label-key)", "(--eval-label-key)")
             raise UsageError(said if config.eval_rm_type is None else said.replace("--rm-", "--eval-rm-")) from None
     return found
 

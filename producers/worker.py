@@ -72,7 +72,8 @@ def main(argv: list[str]) -> int:
 
 def agreed(broker: Broker) -> Agreed | None:
     """What the trainer has written for all workers, waited for; None when told to stop before there was anything."""
-    began = said = time.monotonic()
+    began = time.monotonic()
+    said = began - 28  # the first soon
     while (rules := written(broker)) is None:
         now = time.monotonic()
         if broker.stop.wait(0.2):

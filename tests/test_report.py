@@ -153,6 +153,8 @@ def test_a_run_of_one_step_and_one_without_steps(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(UsageError, match="holds no steps yet"):
         report.main([str(run)])
+    with pytest.raises(UsageError, match="is no folder of a run"):
+        report.main([str(tmp_path)])
 
 
 def test_a_run_of_before_there_were_other_files(tmp_path: Path) -> None:

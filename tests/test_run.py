@@ -355,6 +355,15 @@ MISTAKES = {
         "--max-weight-staleness does nothing here: without --fully-async a run is lock-step and on-policy; "
         "add --fully-async or leave the bound out",
     ),
+    "an evaluation that nothing could make": (
+        [
+            *ECHO_RUN,
+            "--task",
+            "own.f",
+            *("--num-rollout", "3", "--eval-interval", "1", "--eval-function-path", "nil.f"),
+        ],
+        "--eval-function-path 'nil.f': there is no module 'nil', neither installed, nor on PYTHONPATH, nor in FOLDER",
+    ),
     "no run to resume": (["--resume", "--out", "nowhere"], "--resume: nowhere holds no run (no config.toml)"),
 }
 
@@ -363,8 +372,23 @@ MISTAKES = {
 def test_a_mistake_is_one_sentence_and_leaves_nothing(mistake: str, tmp_path: Path) -> None:
     args, sentence = MISTAKES[mistake]
     with Stage(tmp_path) as stage:
-        assert stage.millpond("run", *args).ends(2) == f"millpond: {sentence}\n"
+        said = stage.millpond("run", *args).ends(2)
+        assert said == f"millpond: {sentence.replace('FOLDER', str(tmp_path))}\n"
     assert [p.suffix for p in tmp_path.iterdir()] == [".out"]
+
+
+def test_a_bad_row_of_an_evaluation_is_told_before_anything_is_started(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"input": broken\n{"input": "a", "label": "b"}\n')
+    evals = ("--eval-interval", "1", "--eval-prompt-data", "a", bad, "--eval-rm-type", "exact")
+    with Stage(tmp_path) as stage:
+        said = started(stage, tmp_path / "run", *evals).ends(2)
+        assert said.startswith("millpond: --eval-prompt-data a: 1 bad row, none is used\n")
+        assert f"{bad}:1: broken JSON at column 11" in said
+        bad.write_text('{"input": "a", "label": "b"}\n')
+        said = started(stage, tmp_path / "run", *evals, "--eval-label-key", "lable").ends(2)
+    assert said.rstrip().endswith(":1: no label under 'lable', and the reward exact needs one (--eval-label-key)")
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_unreachable_redis_ends_the_run_and_leaves_nothing(tmp_path: Path) -> None:
