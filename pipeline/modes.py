@@ -93,15 +93,12 @@ def _idle_engine(config: Engines) -> list[tuple[bool, str, tuple[str, ...]]]:
     by_echo = echo and not own and getattr(config, "eval_function_path", None) is None
     trained = ("hf_checkpoint", "device", "torch_threads", "rollout_temperature")
     return [
-        (not echo, "it belongs to --engine echo", _ECHO),
+        (not echo, "it belongs to --engine echo", tuple(name for name in Engines.model_fields if name[:5] == "echo_")),
         (config.engine != "sglang", "it belongs to --engine sglang", ("engine_url", "engine_router_url")),
         (config.engine != "sglang" and not own, "it belongs to --engine sglang", ("engine_api_key", "engine_timeout")),
         (by_echo and not torch, f"{scripted}; nor has --train-backend echo", trained),
         (by_echo, scripted, sampling),
     ]
-
-
-_ECHO = ("echo_latency", "echo_response_len", "echo_failure_rate", "echo_abort_rate")
 
 
 def _idle_training(config: Trained) -> list[tuple[bool, str, tuple[str, ...]]]:
