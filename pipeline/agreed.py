@@ -35,4 +35,4 @@ class Agreed(Rollout):
     "of the adapters that are published alone; 0: whole weights are"
     deterministic_mode: bool = False
     heartbeat_limit_ms: int = 20_000
-    digest: str = ""  # of all others: who works by another one is leased nothing
+    digest: str = ""  # of all others but `evals`: who works by another one is leased nothing

@@ -246,4 +246,4 @@ def agreed(config: Trained) -> Agreed:
         deterministic_mode=config.deterministic_mode,
         pause_generation_mode="in_place" if config.pause_generation_mode == "in_place" else "retract",
     )
-    return rules.model_copy(update={"digest": digest(rules.model_dump_json())})
+    return rules.model_copy(update={"digest": digest(rules.model_dump_json(exclude={"evals"}))})

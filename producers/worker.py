@@ -204,7 +204,9 @@ class Crew:
     def _changed(self) -> bool:
         """As generators are leased nothing by old settings, no job is done by them."""
         now = written(self.broker)
-        return now is not None and self.rules.digest not in ("", now.digest)
+        if now is None or not self.rules.digest:
+            return False
+        return (self.rules.digest, self.rules.evals) != (now.digest, now.evals)
 
     def _over(self) -> bool:
         """The run has ended, and nothing of ours waits any more that somebody may still want to read."""

@@ -187,7 +187,8 @@ def test_workers_are_told_what_evaluations_are_and_whose_code_is_not_there_does_
     terms = told(config).evals
     assert terms is not None
     assert (terms.sets, terms.shared, set(terms.code)) == (("a", "b"), False, {"rm_type"})
-    assert told(TrainConfig(rm_type="exact", num_rollout=3)).evals is None
+    none = told(TrainConfig(rm_type="exact", num_rollout=3))
+    assert (none.evals, none.digest) == (None, told(config).digest)  # generators have nothing to do with them
     data = f"a {prompts(tmp_path, 'x')}"
     for wrong in ("custom_rm_path", "custom_generate_function_path"):
         with pytest.raises(UsageError, match=f"--{wrong.replace('_', '-')} 'nowhere_at_all.f'"):

@@ -33,6 +33,7 @@ from pipeline.causes import causes
 from pipeline.code import digest
 from pipeline.config import GenerateConfig, RunConfig, WorkerConfig
 from pipeline.errors import UsageError
+from pipeline.evaluation import Terms
 from pipeline.glance import look
 from pipeline.jobs import EVAL, REWARD, Jobs, Outcome
 from pipeline.keys import Keys
@@ -409,6 +410,10 @@ def test_a_worker_does_no_job_by_settings_that_the_trainer_has_changed(alone: Pl
     eventually(lambda: alone.jobs.workers(EVAL), "a worker", 90)
     client.set(key, first.model_copy(update={"digest": "b"}).model_dump_json())
     assert alone.outcomes(alone.put("abc")) == [Outcome("done", [3.0])]
+    eventually(lambda: alone.jobs.workers(EVAL), "a worker for evaluations", 90)
+    other = Terms(sets=("a",), shared=False, code={})
+    client.set(key, first.model_copy(update={"digest": "b", "evals": other}).model_dump_json())
+    eventually(lambda: not alone.jobs.workers(EVAL) and alone.jobs.workers(REWARD), "evaluations left to others", 90)
     client.set(key, first.model_copy(update={"code": {"rm_type": "x"}, "digest": "c"}).model_dump_json())
     assert "--custom-rm-path is mine.score here, and run's trainer has none" in worker.ends(2)
 
