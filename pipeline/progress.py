@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +124,22 @@ class Progress:
         for row in self.rows:
             table.add_row(*row.values())
         return table
+
+
+def outcome(first: Line | None, last: Line | None, evals: Path) -> Iterator[str]:
+    """What came of a run, a sentence a line. A torn line of `evals` is left out."""
+    if first and last and "rollout/raw_reward" in last:
+        begun, reached = first.get("rollout/raw_reward", 0), last["rollout/raw_reward"]
+        yield f"Reward {begun:.3f} at step {first['step']}, {reached:.3f} at step {last['step']}"
+    told: list[Line] = []
+    for raw in evals.read_text().splitlines() if evals.exists() else ():
+        with contextlib.suppress(ValueError):
+            told.append(json.loads(raw))
+    ends = Counter(end for line in told for end in ("failed", "missing", "skipped") if f"eval/{end}" in line)
+    done = sorted((line for line in told if not any(f"eval/{end}" in line for end in ends)), key=lambda x: x["step"])
+    if told:
+        counts = ", ".join([f"{len(done)} done", *(f"{n} {end}" for end, n in sorted(ends.items()))])
+        rest = {"eval/seconds", "eval/weight_version"}
+        scores = [f"{n} {v:.3f}" for n, v in done[-1].items() if n[:5] == "eval/" and n not in rest] if done else []
+        heads = ", ".join(score for score in scores if score.count("/") == 1 and "-truncated_ratio" not in score)
+        yield f"Evaluations: {counts}" + (f"; at step {done[-1]['step']}: {heads}" if heads else "")

@@ -29,7 +29,7 @@ from pipeline.keys import Keys
 from pipeline.log import mask, setup
 from pipeline.modes import check
 from pipeline.plan import make_files, make_folder, others_of, put_config, resolve, saved_since, write_config
-from pipeline.progress import Progress, Tail
+from pipeline.progress import Progress, Tail, outcome
 from pipeline.server import EmbeddedServer, cli_line
 
 log = logging.getLogger(__name__)
@@ -233,12 +233,8 @@ class Supervisor:
         return ", ".join(ends)
 
     def _summary(self, code: int) -> None:
-        first, last = self.progress.first, self.progress.last
-        if first and last and "rollout/raw_reward" in last:
-            sys.stdout.write(
-                f"Reward {first.get('rollout/raw_reward', 0):.3f} at step {first['step']}, "
-                f"{last['rollout/raw_reward']:.3f} at step {last['step']}\n"
-            )
+        for line in outcome(self.progress.first, self.progress.last, self.folder / "evals.jsonl"):
+            sys.stdout.write(f"{line}\n")
         sys.stdout.write(f"Prompts: {self._ends()}\n")
         for name in ("metrics.jsonl", "evals.jsonl", "checkpoints", "weights", "logs"):
             if (self.folder / name).exists() and (self.folder / name).stat().st_size:

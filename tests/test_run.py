@@ -32,6 +32,7 @@ from processes import (
 
 from pipeline.broker import Broker
 from pipeline.keys import Keys
+from pipeline.progress import outcome
 from pipeline.server import EmbeddedServer, locate
 
 SLOW = (*PACE, "--echo-train-seconds", "0.1", "--save-interval", "4")
@@ -328,6 +329,19 @@ def test_a_resume_of_a_folder_that_was_mistyped_is_refused(redis_url: str, tmp_p
         for _ in range(2):
             said = run.trainer("--num-rollout", "3", "--resume").ends(2)
             assert f"--resume: there is no run {run.run}" in said
+
+
+def test_at_its_end_a_run_says_what_came_of_its_evaluations(tmp_path: Path) -> None:
+    evals = tmp_path / "evals.jsonl"
+    assert list(outcome(None, None, evals)) == []
+    told = [{"step": 2, "eval/a": 0.5, "eval/a-pass@1": 0.25, "eval/a/unscored": 0, "eval/seconds": 3.0}]
+    told += [{"step": 4, "eval/skipped": 1}, {"step": 6, "eval/failed": 1}, {"step": 0, "eval/a": 0.0}]
+    evals.write_text("".join(json.dumps(line) + "\n" for line in told) + '{"step": 8, "ev')
+    steps = [{"step": step, "rollout/raw_reward": step / 8} for step in (1, 6)]
+    assert list(outcome(*steps, evals)) == [
+        "Reward 0.125 at step 1, 0.750 at step 6",
+        "Evaluations: 2 done, 1 failed, 1 skipped; at step 2: eval/a 0.500, eval/a-pass@1 0.250",
+    ]
 
 
 # --- mistakes: one sentence that says what and where, and nothing is left behind
