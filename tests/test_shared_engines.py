@@ -23,7 +23,7 @@ from pipeline.causes import causes
 from pipeline.code import digest
 from pipeline.codec import decode
 from pipeline.config import WorkerConfig
-from pipeline.errors import Fenced, MillpondError, Starved, WeightsError
+from pipeline.errors import Fenced, MillpondError, Starved, UsageError, WeightsError
 from pipeline.evals import HOLD
 from pipeline.glance import look
 from pipeline.jobs import EVAL, Jobs, Outcome
@@ -203,6 +203,22 @@ def test_a_guest_changes_nothing_on_the_servers(tmp_path: Path) -> None:
     found, calls = asyncio.run(go())
     assert (found["eval/a/samples"], found["eval/weight_version"]) == (20, 7)
     assert set(calls) <= {"/model_info", "/v1/models", "/ready", "/health", "/generate"}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_servers_that_depend_on_batches_are_refused_in_a_deterministic_run(tmp_path: Path, shared: bool) -> None:
+    async def go(steady: bool) -> dict[str, float]:
+        async with FakeSGLang(vocab=22, label="7") as fake:
+            fake.deterministic = steady
+            fake.weighs.add("weights/7")
+            where = {"engine": "sglang", "engine_url": fake.url} if shared else {"eval_engine_url": fake.url}
+            config = sglang(tmp_path, fake, eval_shared_engines=shared, **where)
+            ask = asked(path="weights/7", shared=shared, samples=2)
+            return await evaluate(ask, config, agreed(deterministic_mode=True))
+
+    assert asyncio.run(go(True))["eval/a/samples"] == 20
+    with pytest.raises(UsageError, match="--deterministic-mode: start the SGLang servers with --enable-deterministic"):
+        asyncio.run(go(False))
 
 
 def test_a_guest_waits_for_the_version_and_gives_up_where_the_server_has_gone_on(tmp_path: Path) -> None:
