@@ -206,6 +206,7 @@ def test_a_run_publishes_adapters_alone_and_leaves_a_whole_model_at_its_end(
     trained = backend(models / "demo")
     feed(real, 6, ends=True)
     worker = real.worker()
+    (tmp_path / "merged-00000001").mkdir()  # of a run that had ended, and was gone on with
     loop = loop_of(real, tmp_path, trained, num_rollout=3, **rules)  # type: ignore[arg-type]
     told = real.do(worker.agreed())
     assert told
@@ -230,9 +231,10 @@ def test_a_run_publishes_adapters_alone_and_leaves_a_whole_model_at_its_end(
     assert all((folder / "adapter_config.json").is_file() for folder in folders.values())
     assert digest(folders[4]) == real.do(worker.policy()).digest  # type: ignore[union-attr]
     kept = read(folders[4], load_file(models / "demo" / "model.safetensors"), {})
-    whole = load_file(tmp_path / "merged" / "model.safetensors")
+    assert [path.name for path in tmp_path.glob("merged-*")] == ["merged-00000003"]
+    whole = load_file(tmp_path / "merged-00000003" / "model.safetensors")
     assert all(torch.allclose(whole[name], kept[name], atol=1e-6) for name in kept)
-    assert local_models.load(tmp_path / "merged").config.vocab_size == 22
+    assert local_models.load(tmp_path / "merged-00000003").config.vocab_size == 22
 
 
 def test_an_evaluation_is_asked_for_with_what_the_folder_holds() -> None:
@@ -337,5 +339,5 @@ def test_a_whole_run_samples_with_the_probabilities_that_its_trainer_finds(model
         "adapter_config.json",
         "adapter_model.safetensors",
     }
-    changed = load_file(out / "merged" / "model.safetensors")
+    changed = load_file(out / "merged-00000003" / "model.safetensors")
     assert any(not torch.equal(t, changed[n]) for n, t in load_file(models / "demo/model.safetensors").items())

@@ -465,7 +465,7 @@ def test_a_run_whose_adapters_are_beside_the_model(server: Server, tmp_path: Pat
     assert max(line["rollout/fully_async/max_staleness"] for line in lines) > 0
     assert max(line["train/train_rollout_logprob_abs_diff"] for line in lines) < 0.5
     assert [json.loads(line)["step"] for line in (out / "evals.jsonl").read_text().splitlines()] == [0, 3, 6]
-    assert (out / "merged" / "model.safetensors").is_file()
+    assert (out / "merged-00000006" / "model.safetensors").is_file()
     there = json.loads(said_by(f"{server.url}/v1/models"))["data"]
     assert [card["id"].rpartition("-")[0] for card in there[1:]] == ["millpond-v7"]
 

@@ -28,8 +28,8 @@ from trainer.workshop import Workshop
 
 log = logging.getLogger(__name__)
 
-MERGED = "merged"
-"Folder of a run that published adapters alone: the model at its end."
+MERGED = "merged-"
+"What the name of a folder begins with that holds the model at a step, in a run that published adapters alone."
 
 
 @dataclass
@@ -144,14 +144,16 @@ class Loop:
             checkpoint.point(shop, self.evals.best(set(weights.versions(shop.root))))
 
     def _export(self) -> None:
-        """Where adapters alone were published, a whole model for who takes it away, in place of what stands there."""
-        if self.form == HF:
+        """Where adapters alone were published, a whole model for who takes it away, in place of an earlier step's."""
+        shop, name = Workshop(self.folder, self.broker.epoch), f"{MERGED}{self.now.step:08d}"
+        if self.form == HF or (shop.root / name).exists():
             return
-        shop = Workshop(self.folder, self.broker.epoch)
-        shop.take_away(shop.root / MERGED)
-        with shop.making(MERGED) as folder:
+        with shop.making(name) as folder:
             self.backend.save_weights(folder)
-        log.info("the model with its adapters merged is in %s", shop.root / MERGED)
+        for path in shop.root.glob(f"{MERGED}*"):
+            if path.name != name:
+                shop.take_away(path)
+        log.info("the model with its adapters merged is in %s", shop.root / name)
 
     def publish(self, version: int) -> Policy:
         """Write aside, rename, then announce. Room opens for what these weights were trained on."""
