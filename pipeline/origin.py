@@ -34,7 +34,7 @@ def _known(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         return (
             "adapters alone; merge them into their model (peft's merge_and_unload; a run that ended has done so in its "
-            "folder, `merged-STEP`) and give that as --hf-checkpoint, or go on with adapters from a checkpoint of the run"
+            "folder, `merged-STEP`) and give that as --hf-checkpoint, or go on from a checkpoint of the run"
         )
     if (folder / TRACKER).is_file() or any(folder.glob("iter_*")) or any(folder.glob("mp_rank_*")):
         return f"a Megatron checkpoint; {CONVERT}"
