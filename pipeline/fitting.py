@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pipeline import torchrun
@@ -39,3 +40,16 @@ def idle(config: Any) -> list[tuple[bool, str, tuple[str, ...]]]:
         (torchrun.world() == 1, alone, shared),
         (echo, "--train-backend echo trains nothing", (*Fitting.model_fields, "global_batch_size")),
     ]
+
+
+def refused(config: Any) -> Iterator[str]:
+    """A sentence for each thing that cannot work; `config` is a trainer's, and in `millpond run` everybody's. Errors:
+    UsageError for variables that torchrun would not have set."""
+    if not hasattr(config, "generators"):
+        return
+    torchrun.rank()
+    if torchrun.world() > 1:
+        yield (
+            f"{torchrun.SIZE}={torchrun.world()}: millpond run trains in one process; unset it, or start each stage by "
+            "itself, with `torchrun ... millpond train`"
+        )

@@ -167,7 +167,7 @@ def _training(config: Trained) -> Iterator[str]:
             f"--global-batch-size {config.global_batch_size} is more than the {samples} samples of a step "
             f"(--rollout-batch-size {config.rollout_batch_size} x --n-samples-per-prompt {config.n_samples_per_prompt})"
         )
-    for theme in (algorithms, transport, lora, parallel, evaluation):
+    for theme in (algorithms, transport, fitting, lora, parallel, evaluation):
         yield from theme.refused(config)
     yield from algorithms.refused_decay(config)
     if config.num_rollout is None and config.num_epoch is None:

@@ -32,6 +32,11 @@ def rank() -> int:
     return found
 
 
+def without() -> dict[str, str]:
+    """The environment for a process that is to be the only one."""
+    return {name: value for name, value in os.environ.items() if name not in (SIZE, *NEEDED)}
+
+
 def address() -> str:
     """Where they meet."""
     return f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"

@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from pipeline import torchrun
 from pipeline.errors import MillpondError, UsageError
 from pipeline.tether import spawn
 
@@ -91,7 +92,8 @@ def _take(state: Path, facts: dict[str, Any], folder: Path) -> None:
 def _exported(backend: str, model: Path, checkpoint: Path, folder: Path) -> None:
     """By the backend, in a process of its own: nothing here knows training."""
     words = [backend, *map(str, (model.absolute(), checkpoint.absolute(), folder))]
-    with spawn([sys.executable, "-m", "trainer.export", *words], stderr=subprocess.PIPE) as process:
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "env": torchrun.without()}
+    with spawn([sys.executable, "-m", "trainer.export", *words], **quiet) as process:
         _, said = process.communicate()
     if process.returncode == UsageError.exit_code:
         raise UsageError(f"{checkpoint}: {said.decode().strip().splitlines()[-1]}")

@@ -24,6 +24,7 @@ from pipeline.why import WhyLook
 from producers.eval_cli import EvalConfig
 from producers.sglang_cpu.serve import ServeConfig
 
+ROOT = Path(__file__).parents[1]
 FIELDS = {name for role in ROLES.values() for name in role.model_fields}
 
 
@@ -154,6 +155,12 @@ def test_one_file_and_one_environment_serve_all_roles(tmp_path: Path) -> None:
     file = toml(tmp_path, "lr = 0.1\nprompt_data = 'x.jsonl'\ngenerators = 3\nengine = 'echo'\ntake_over = true\n")
     for model in (FeedConfig, GenerateConfig, TrainConfig, RunConfig):
         flags.parse(model, ["--config", file], {"MILLPOND_LR": "abc"} if model is FeedConfig else {}, "millpond")
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("role", ROLES)
+def test_the_file_of_an_example_serves_all_roles(example: Path, role: str) -> None:
+    modes.check(flags.parse(ROLES[role], ["--config", str(example)], {}, f"millpond {role}"))
 
 
 @pytest.mark.parametrize(

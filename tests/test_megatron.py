@@ -320,8 +320,10 @@ def test_a_state_that_is_missing_damaged_or_of_another_backend_is_refused(traine
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_a_checkpoint_is_a_models_folder_for_who_evaluates_it(tmp_path: Path, bf16: bool) -> None:
-    """As the backend would have published it, whatever the model it was begun with."""
+def test_a_checkpoint_is_a_models_folder_for_who_evaluates_it(
+    tmp_path: Path, bf16: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As the backend would have published it, whatever the model it was begun with, and wherever it is done."""
     rules = {"train_backend": "megatron", "device": "cpu", "lr": 0.1, "bf16": bf16}
     begun = model(tmp_path / "model", "qwen3")
     trained, _ = backends.BUILDERS["megatron"](TrainConfig(hf_checkpoint=begun, **rules), True)
@@ -331,7 +333,11 @@ def test_a_checkpoint_is_a_models_folder_for_who_evaluates_it(tmp_path: Path, bf
     trained.save(tmp_path / "point/model")
     trained.save_weights(tmp_path / "published")
     trained.close()
+    capfd.readouterr()
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     with as_folder(tmp_path / "point", begun) as folder:
+        assert capfd.readouterr() == ("", "")  # a table or JSON comes after it
         found, wanted = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "published"))
         assert (folder / "config.json").is_file()
     assert found.keys() == wanted.keys()

@@ -211,6 +211,16 @@ def test_what_is_for_several_processes_is_let_through_under_torchrun(monkeypatch
     assert check(train(**shared)) == []
 
 
+def test_a_run_is_refused_where_several_processes_are_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its trainer would be, once all else had been started."""
+    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert "WORLD_SIZE=2: millpond run trains in one process; unset it" in refusal(run())
+    assert check(train()) == []
+    monkeypatch.setenv("RANK", "")
+    assert "WORLD_SIZE=2 is set without RANK" in refusal(run())
+
+
 def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(UsageError, match=r"(?s)--colocate.*\n.*--rollout-top-k"):
         check(train(colocate=True, rollout_top_k=3))
