@@ -206,7 +206,9 @@ def test_a_run_publishes_adapters_alone_and_leaves_a_whole_model_at_its_end(
     trained = backend(models / "demo")
     feed(real, 6, ends=True)
     worker = real.worker()
-    (tmp_path / "merged-00000001").mkdir()  # of a run that had ended, and was gone on with
+    for step in (1, 3):  # of a run that had ended, and was gone on with; of one that went back and trains step 3 again
+        (tmp_path / f"merged-{step:08d}").mkdir()
+        (tmp_path / f"merged-{step:08d}" / "model.safetensors").touch()
     loop = loop_of(real, tmp_path, trained, num_rollout=3, **rules)  # type: ignore[arg-type]
     told = real.do(worker.agreed())
     assert told

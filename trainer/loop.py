@@ -53,6 +53,7 @@ class Loop:
     "where steps are archived"
 
     def __post_init__(self) -> None:
+        self.began = self.now.step
         self.saved = -1 if self.now.fresh else self.now.step
         model = self.config.hf_checkpoint if self.config.debug_rollout_only else None
         self.unchanged = (model, weights.digest(model)) if model else None
@@ -146,8 +147,9 @@ class Loop:
     def _export(self) -> None:
         """Where adapters alone were published, a whole model for who takes it away, in place of an earlier step's."""
         shop, name = Workshop(self.folder, self.broker.epoch), f"{MERGED}{self.now.step:08d}"
-        if self.form == HF or (shop.root / name).exists():
+        if self.form == HF or ((shop.root / name).exists() and self.now.step == self.began):
             return
+        shop.take_away(shop.root / name)  # of a branch that was given up
         with shop.making(name) as folder:
             self.backend.save_weights(folder)
         for path in shop.root.glob(f"{MERGED}*"):
