@@ -35,7 +35,7 @@ class Child:
         file = os.open(self.errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             self.process = spawn(
-                [sys.executable, "-m", "pipeline.cli", *self.command(self.restarts)],
+                [sys.executable, "-P", "-m", "pipeline.cli", *self.command(self.restarts)],
                 env=self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=file,

@@ -68,7 +68,7 @@ def _try_evaluations(config: RunConfig, argv: Sequence[str]) -> None:
     """UsageError for what the worker would find out minutes later; asked of a process, as nothing here knows them."""
     if config.eval_prompt_data is not None:
         sets(config.eval_prompt_data)
-    asked = subprocess.run([sys.executable, "-m", "producers.try_out", *argv], stderr=subprocess.PIPE, text=True)
+    asked = subprocess.run([sys.executable, "-P", "-m", "producers.try_out", *argv], stderr=subprocess.PIPE, text=True)
     if asked.returncode:
         kind = UsageError if asked.returncode == UsageError.exit_code else MillpondError
         raise kind(asked.stderr.strip() or f"the evaluations' options could not be tried: {asked.returncode}")

@@ -93,7 +93,7 @@ def _exported(backend: str, model: Path, checkpoint: Path, folder: Path) -> None
     """By the backend, in a process of its own: nothing here knows training."""
     words = [backend, *map(str, (model.absolute(), checkpoint.absolute(), folder))]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "env": torchrun.without()}
-    with spawn([sys.executable, "-m", "trainer.export", *words], **quiet) as process:
+    with spawn([sys.executable, "-P", "-m", "trainer.export", *words], **quiet) as process:
         _, said = process.communicate()
     if process.returncode == UsageError.exit_code:
         raise UsageError(f"{checkpoint}: {said.decode().strip().splitlines()[-1]}")

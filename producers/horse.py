@@ -43,7 +43,7 @@ class Horse:
     def __init__(self, desk: Desk, kind: str) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "producers.horse", str(theirs.fileno())]
+            command = [sys.executable, "-P", "-m", "producers.horse", str(theirs.fileno())]
             self.process: subprocess.Popen[bytes] = spawn(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=sys.stderr, env=_environment()
             )

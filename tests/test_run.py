@@ -331,6 +331,21 @@ def test_a_resume_of_a_folder_that_was_mistyped_is_refused(redis_url: str, tmp_p
             assert f"--resume: there is no run {run.run}" in said
 
 
+def test_files_in_the_current_folder_take_no_modules_place(tmp_path: Path) -> None:
+    """As the command itself has it, which finds nothing there; its processes are no other."""
+    for name in ("pipeline", "producers", "consumers", "trainer", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the user wrote this')\n")
+    data, out = prompts(tmp_path, 20), tmp_path / "run"
+    with Stage(tmp_path) as stage:
+        stage.millpond(
+            *("run", "--out", out, *ECHO_RUN, *PATIENT, "--prompt-data", data, "--num-rollout", "2"),
+            *("--eval-interval", "1", "--eval-prompt-data", "a", data),
+            under=("-P", "-m"),
+        ).ends(0, seconds=120)
+    assert contiguous(steps(out)) == 2
+    assert '"eval/a"' in (out / "evals.jsonl").read_text()
+
+
 def test_at_its_end_a_run_says_what_came_of_its_evaluations(tmp_path: Path) -> None:
     evals = tmp_path / "evals.jsonl"
     assert list(outcome(None, None, evals)) == []
