@@ -38,7 +38,7 @@ OTHER_VARIABLES = (
     *("MILLPOND_SGLANG_VENV", "MILLPOND_TRACKER_TIMEOUT"),
 )
 "MILLPOND_* that are no role's fields"
-NEAR = 0.75
+NEAR = 0.84
 "How like a field's name an unknown variable must be to be taken for a slip; there may be others' under our prefix."
 SECRET = frozenset({"redis_url", "engine_api_key", "rm_api_key", "wandb_key"})
 ONCE = frozenset({"out", "resume", "auto_resume", "take_over", "wait", "load"})

@@ -137,6 +137,8 @@ def _complete(config: RunConfig) -> None:
         )
     if needed and not (config.hf_checkpoint or Path()).is_dir():
         raise UsageError(f"--hf-checkpoint {config.hf_checkpoint}: there is no such folder")
+    if needed and config.hf_checkpoint and not (config.hf_checkpoint / "config.json").is_file():
+        raise UsageError(f"--hf-checkpoint {config.hf_checkpoint}: no Hugging Face model (it has no config.json)")
 
 
 def make_folder(config: RunConfig) -> Path:

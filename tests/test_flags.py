@@ -165,7 +165,7 @@ def test_the_file_of_an_example_serves_all_roles(example: Path, role: str) -> No
 
 @pytest.mark.parametrize(
     ("variable", "meant"),
-    [("SAVE_INTERVALL", "SAVE_INTERVAL"), ("SEDE", "SEED"), ("ENGINE_KEY", "ENGINE_API_KEY")],
+    [("SAVE_INTERVALL", "SAVE_INTERVAL"), ("SEEDS", "SEED"), ("ENGINE_APIKEY", "ENGINE_API_KEY")],
 )
 def test_a_variable_that_looks_like_a_slip_is_an_error(variable: str, meant: str) -> None:
     said = f"unknown variable MILLPOND_{variable}; did you mean MILLPOND_{meant}?"
@@ -182,14 +182,16 @@ OTHERS = {
     "MILLPOND_SGLANG_VENV": "/opt/sglang",
     "MILLPOND_GENERATORS": "2",
 }
+LIKE = ("USER", "GROUP", "WORKERS", "ENGINE_IMAGE", "ENGINE_PORT", "LEARNING_RATE")
+"Names of others that are somewhat like an option's."
 
 
 def test_a_variable_that_nobody_reads_is_a_warning_and_those_of_others_are_passed_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    train(MILLPOND_LEARNING_RATE="3", **OTHERS)
+    train(**{f"MILLPOND_{name}": "3" for name in LIKE}, **OTHERS)
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-        "MILLPOND_LEARNING_RATE is not used: no option has that name; see millpond run --help"
+        f"MILLPOND_{name} is not used: no option has that name; see millpond run --help" for name in LIKE
     ]
 
 

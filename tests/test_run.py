@@ -375,6 +375,10 @@ MISTAKES = {
         ["--hf-checkpoint", ".", "--rm-type", "random"],
         "--hf-checkpoint is given and --prompt-data is not: a file of prompts is needed, or a --task",
     ),
+    "a folder without a model": (
+        ["--hf-checkpoint", ".", "--task", "own.f", "--rm-type", "random", "--num-rollout", "3"],
+        "--hf-checkpoint .: no Hugging Face model (it has no config.json)",
+    ),
     "a name that is none": (
         ["--run", "my run", "--num-rollout", "3"],
         "--run 'my run': a run's name is 1 to 64 characters out of A-Z a-z 0-9 . _ -",

@@ -55,6 +55,17 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
+@pytest.mark.parametrize(("token", "where"), [(-1, "prompt"), (22, "prompt"), (10**6, "answer")])
+def test_a_token_that_the_model_does_not_have_is_told_with_its_prompt(checkpoint: Path, token: int, where: str) -> None:
+    trained = backend(checkpoint)
+    assert trained._model.words == 22
+    mine = ([3, token], [5]) if where == "prompt" else ([3], [5, token])
+    groups = [*random_groups(2, 2), group(7, sample(0, 1.0, sequence([3], [21])), sample(1, 0.0, sequence(*mine)))]
+    said = rf"prompt 7 has token {token}, and --hf-checkpoint \S+ has 22: worker \S+ samples with another model"
+    with pytest.raises(GroupError, match=said):
+        trained.train(groups, 0)
+
+
 def plain_logprobs(model: Any, q: Any, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities [R] of one sequence's answer and entropy [R], by a whole forward pass without any padding."""
     ids = torch.from_numpy(np.concatenate((q.prompt_tokens, q.tokens))).long()

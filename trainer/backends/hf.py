@@ -63,6 +63,7 @@ class CausalModel:
         if head is None:
             raise UsageError(f"{flag} {folder}: {type(self.module).__name__} has no output head to train")
         head.register_forward_pre_hook(self._keep)
+        self.words: int = self.module.get_input_embeddings().weight.shape[0]
 
     def logits(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """int64 [B, T] padded on the right, int64 [N] into the flattened [B * T] -> [N, V], in the dtype of passes.

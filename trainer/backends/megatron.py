@@ -36,7 +36,8 @@ class MegatronBackend:
             self._model, self._weights = _loaded(config, config.hf_checkpoint, mesh)
             reference = self._frozen(config) if objective.needs_reference else None
             self._optimizer = Optimizer(self._model, config)
-        self._steps = Steps(config, objective, Parts(config, mesh, self._model, reference, self._optimizer))
+        parts = Parts(config, mesh, self._model, reference, self._optimizer)
+        self._steps = Steps(config, objective, parts, self._model.words)
 
     def train(self, groups: Sequence[Group], step: int, at: At | None = None) -> dict[str, float]:
         with on(self._mesh.device):

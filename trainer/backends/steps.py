@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import TrainConfig
-from pipeline.errors import MillpondError
+from pipeline.errors import GroupError, MillpondError
 from pipeline.types import Group
 from trainer import batch
 from trainer.backends.base import At
@@ -74,15 +74,18 @@ class Model(Protocol):
 class Steps:
     """Trains `model` by the configured objective."""
 
-    def __init__(self, config: TrainConfig, objective: Objective, model: Model) -> None:
+    def __init__(self, config: TrainConfig, objective: Objective, model: Model, words: int) -> None:
+        """`words`: token ids that the model knows."""
         self._config = config
         self._objective = objective
         self._model = model
+        self._words = words
         self._bad = 0
         self._mismatch = Mismatch()
 
     def train(self, groups: Sequence[Group], step: int, at: At | None = None) -> dict[str, float]:
         """See Backend. Means are 0 where no minibatch counted; lr is the first minibatch's, grad_norm their mean."""
+        self._known(groups)
         config, lr, names = self._config, self._model.lr, self._objective.figures
         found = batch.units(groups, at.age if at else lambda version: None)
         penalties = self._penalties(found)
@@ -111,6 +114,17 @@ class Steps:
             "train/masked_samples": float(sum(not unit.rows for unit in found)),
             **({"train/kl": float(np.concatenate([*penalties.values()]).mean()) / config.kl_coef} if penalties else {}),
         }
+
+    def _known(self, groups: Sequence[Group]) -> None:
+        """GroupError where a token is none of the model's."""
+        for group in groups:
+            for tokens in (t for s in group.samples for q in s.sequences for t in (q.prompt_tokens, q.tokens)):
+                if (strange := tokens[(tokens < 0) | (tokens >= self._words)]).size:
+                    raise GroupError(
+                        f"prompt {group.prompt.id} has token {strange[0]}, and --hf-checkpoint "
+                        f"{self._config.hf_checkpoint} has {self._words}: worker {group.worker} samples with another "
+                        "model or tokenizer"
+                    )
 
     def _minibatch(
         self, mini: Sequence[Unit], micros: list[Microbatch], olds: Sequence[Tensor | None], step: int

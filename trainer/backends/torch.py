@@ -42,7 +42,8 @@ class TorchBackend:
         self._model = CausalModel(config.hf_checkpoint, self._device, self._form)
         reference = self._compared(config) if objective.needs_reference else None
         self._optimizer = Optimizer(self._model.module, config)
-        self._steps = Steps(config, objective, Whole(config, self._model, reference, self._optimizer, self._ranks))
+        whole = Whole(config, self._model, reference, self._optimizer, self._ranks)
+        self._steps = Steps(config, objective, whole, self._model.words)
 
     def train(self, groups: Sequence[Group], step: int, at: At | None = None) -> dict[str, float]:
         return self._steps.train(groups, step, at)
