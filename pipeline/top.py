@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import termios
 import tty
@@ -82,13 +83,27 @@ def _again(picture: Picture, live: Live) -> bool:
 
 @contextmanager
 def pressed(fd: int) -> Iterator[Keys]:
-    """Keys as they are pressed; the terminal is as it was afterwards."""
+    """Keys as they are pressed; the terminal is as it was afterwards. A signal to end is a KeyboardInterrupt where keys
+    are waited for, and nowhere else: raised while the screen is drawn, it could leave it half drawn for ever."""
     before = termios.tcgetattr(fd)
+    heard, tells = os.pipe()
+
+    def key(seconds: float) -> bytes | None:
+        ready = select.select([fd, heard], [], [], seconds)[0]
+        if heard in ready:
+            raise KeyboardInterrupt
+        return os.read(fd, 1) if ready else None
+
+    usual = {name: signal.signal(name, lambda *_: os.write(tells, b"!")) for name in (signal.SIGINT, signal.SIGTERM)}
     try:
         tty.setcbreak(fd)
-        yield lambda seconds: os.read(fd, 1) if select.select([fd], [], [], seconds)[0] else None
+        yield key
     finally:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        for name, handler in usual.items():
+            signal.signal(name, handler)
+        os.close(heard)
+        os.close(tells)
 
 
 class Picture:

@@ -26,7 +26,7 @@ from pipeline.server import EmbeddedServer
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("here") / "demo"
     with EmbeddedServer(folder / "redis") as server:
