@@ -52,6 +52,9 @@ class Loop:
     keeper: Keeper | None = None
     "where steps are archived"
 
+    untold: tuple[Batch, dict[str, float], float, At] | None = None
+    "a step that has no line yet: batch, figures, seconds, where the policy stood"
+
     def __post_init__(self) -> None:
         self.began = self.now.step
         self.saved = -1 if self.now.fresh else self.now.step
@@ -107,17 +110,26 @@ class Loop:
         trained = time.monotonic() - began
         self.broker.ledger.trained.update(self.drain.handed())
         self.now = replace(self.now, step=self.now.step + 1)
+        self.untold = batch, figures, trained, at
         self.report.count()
         policy = None
         if self.now.step % self.config.update_weights_interval == 0:
             policy = self.publish(self.now.version + 1)
-        own = self.report.step(self.now, batch, figures, trained)  # first: what a checkpoint contains has its line
-        if self.keeper:
-            self.keeper.keep(self.now.step, batch.groups, at, own)
+        self._tell()
         last = batch.last or self.now.step == self.config.num_rollout
         self._evaluate(None if last else policy)
         if self._save_is_due() and not self.broker.ledger.trained:
             self.save()
+
+    def _tell(self) -> None:
+        """The line and the archive of the last step, once: at the latest before a checkpoint contains it, where a stop
+        came between the step and its publication."""
+        if self.untold:
+            batch, figures, trained, at = self.untold
+            own = self.report.step(self.now, batch, figures, trained)
+            if self.keeper:
+                self.keeper.keep(self.now.step, batch.groups, at, own)
+            self.untold = None
 
     def _save_is_due(self) -> bool:
         """A step at which to save came since the last; between two publications it waits, or versions would come faster
@@ -187,6 +199,7 @@ class Loop:
         book = self.broker.ledger
         if book.trained:
             self.publish(self.now.version + 1)
+        self._tell()
         if self.config.save_interval == 0 or self.saved == self.now.step:
             return
         book.data = self.broker.state().get("data", book.data)

@@ -26,7 +26,7 @@ class Reporter:
         self.file = metrics.Records(path, step + 1, shop)
         self.trackers = trackers
         self.broker = broker
-        self.counters = broker.counters()
+        self.before = self.counters = broker.counters()
         self.since = time.monotonic()
 
     def count(self) -> None:
