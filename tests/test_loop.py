@@ -100,6 +100,33 @@ def test_what_is_trained_keeps_its_place_until_it_is_published(real: Rig, tmp_pa
     assert seen == [2, 4, 2, 4]
 
 
+@pytest.mark.parametrize("verb", ["counters", "publish"])
+def test_a_step_that_a_stop_cut_off_from_its_publication_has_its_line_in_the_checkpoint(
+    real: Rig, tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told to stop while Redis was away, in either of the two calls between them; it is back for the checkpoint."""
+    feed(real, 40)
+    away: list[str] = []
+    usual = getattr(TrainerBroker, verb)
+
+    def cut(broker: TrainerBroker, *args: Any) -> Any:
+        if loop.now.step == 2 and not away:
+            away.append(verb)
+            raise Stopped("asked to stop while Redis was away")
+        return usual(broker, *args)
+
+    loop = loop_of(real, tmp_path, num_rollout=4, archive=True)
+    monkeypatch.setattr(TrainerBroker, verb, cut)
+    with crew(real, quick), pytest.raises(Stopped):
+        run(loop)
+    assert away == [verb]
+    assert saved(tmp_path)[-1] == 2
+    assert steps(tmp_path) == [1, 2]
+    assert len([*(tmp_path / "archive").glob("*.msgpack")]) == 2
+    assert [line["train/weight_version"] for line in metrics(tmp_path)] == [2, 3]
+    assert holds(real)["committed"] == 4
+
+
 def test_a_checkpoint_is_saved_every_so_many_steps_and_at_the_end_and_the_newest_are_kept(
     real: Rig, tmp_path: Path
 ) -> None:

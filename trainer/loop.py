@@ -51,7 +51,6 @@ class Loop:
     evals: Evaluations | None = None
     keeper: Keeper | None = None
     "where steps are archived"
-
     untold: tuple[Batch, dict[str, float], float, At] | None = None
     "a step that has no line yet: batch, figures, seconds, where the policy stood"
 
@@ -62,6 +61,8 @@ class Loop:
         self.unchanged = (model, weights.digest(model)) if model else None
         "weights that no step changes, which are published as they are; and their digest"
         self.form = PEFT if self.config.lora_publish == "adapter" else HF
+        self.written: dict[tuple[int, int], tuple[Path, str]] = {}
+        "(version, step) -> folder and digest, of the last publication"
 
     def run(self) -> None:
         """To the end of steps or data, whichever comes first; what was trained is in a checkpoint at any end but a
@@ -172,7 +173,10 @@ class Loop:
     def publish(self, version: int) -> Policy:
         """Write aside, rename, then announce. Room opens for what these weights were trained on."""
         shop = Workshop(self.folder / "weights", self.broker.epoch)
-        path, digest = self.unchanged or weights.save(self.backend, shop, version, self.form)
+        now = version, self.now.step
+        if now not in self.written:  # else a stop cut off its announcement
+            self.written = {now: self.unchanged or weights.save(self.backend, shop, version, self.form)}
+        path, digest = self.written[now]
         where = str(path.resolve()) if digest else ""
         policy = Policy(version, where, self.form, digest, self.now.step, time.time(), self.now.lineage)
         self.policy = policy
