@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from pipeline.errors import UsageError
+from pipeline.types import ADAPTERS
 
 
 def weights_in(folder: Path, backend: str) -> Path:
@@ -31,7 +32,7 @@ def _known(folder: Path) -> str:
     for place in (folder, folder / "checkpoints"):
         if found := [path for path in place.glob("*/state.json") if re.fullmatch(r"\d{8,}", path.parent.name)]:
             return f"it holds checkpoints; give one of them, such as {max(found).parent}"
-    if (folder / "adapter_config.json").is_file():
+    if (folder / ADAPTERS).is_file():
         return (
             "adapters alone; merge them into their model (peft's merge_and_unload; a run that ended has done so in its "
             "folder, `merged-STEP`) and give that as --hf-checkpoint, or go on from a checkpoint of the run"

@@ -20,6 +20,8 @@ COMPLETED, TRUNCATED, ABORTED = "completed", "truncated", "aborted"
 
 HF, PEFT = "hf", "peft"
 "What a folder of weights holds: a model in Hugging Face's layout, or adapters (LoRA) alone in peft's."
+ADAPTERS = "adapter_config.json"
+"In a folder of adapters alone, and in no other."
 
 
 class Span(NamedTuple):

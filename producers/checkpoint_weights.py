@@ -18,13 +18,10 @@ from safetensors.numpy import save_file
 from pipeline import torchrun
 from pipeline.errors import MillpondError, UsageError
 from pipeline.tether import spawn
+from pipeline.types import ADAPTERS
 
 OWN = "model."
 "What names of the model's tensors begin with in a checkpoint; the others are the optimizer's."
-
-
-ADAPTERS = "adapter_config.json"
-"In a folder of adapters alone, and in no other."
 
 
 def rank_of(adapters: Path) -> int:

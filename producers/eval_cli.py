@@ -29,8 +29,8 @@ from pipeline.flags import parse
 from pipeline.metrics import Values
 from pipeline.modes import check
 from pipeline.sections import JsonMap
-from pipeline.types import HF, PEFT, Policy
-from producers.checkpoint_weights import ADAPTERS, as_folder, base_of, rank_of
+from pipeline.types import ADAPTERS, HF, PEFT, Policy
+from producers.checkpoint_weights import as_folder, base_of, rank_of
 from producers.evaluate import evaluate
 
 

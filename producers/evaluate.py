@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline import code
@@ -70,14 +70,13 @@ async def _on_sets(ask: Ask, config: EvalWork, rules: Agreed, jobs: Jobs | None)
     play = custom_generate.load(own) if own else custom_generate.ONCE
     found: Values = {}
     async with scored as scorer, _engine(ask, config, rules) as (engine, tokenizer):
-        if rules.deterministic_mode:
-            await _same_again(engine, config, ask)
         sampling = Sampling(ask.max_response_len, ask.temperature, tokenizer.stop_token_ids, ask.top_p)
         slots = engines.slots(config)
         maker = Maker(engine, tokenizer, scorer, rules, "evaluation", asyncio.Semaphore(slots), play, sampling)
         crew = Crew(maker, ask.version, max(2, 2 * slots // ask.samples))
         if rules.deterministic_mode:
-            crew = Crew(maker, ask.version, max(1, slots // ask.samples), waves=slots > 1 and not ask.shared)
+            await _same_again(engine, config, ask)
+            crew = replace(crew, most=max(1, slots // ask.samples), waves=slots > 1 and not ask.shared)
         for name, dataset in data.items():
             answers = await crew.all(dataset)
             found |= eval_metrics.values(name, answers, len(dataset) - len(answers))

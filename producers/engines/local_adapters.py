@@ -12,13 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.errors import WeightsError
+from pipeline.types import ADAPTERS
 
-CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 PLAIN = {"bias": "none", "use_dora": False, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
 PLAIN |= {"modules_to_save": None, "peft_type": "LORA"}
 "What is added up here; another value of these means other sums."
-
 
 Tensors = dict[str, Tensor]
 "By name."
@@ -52,10 +51,10 @@ def merged(folder: Path, tensors: Tensors, state: Tensors, base: Tensors) -> Ten
 def _scale(folder: Path) -> tuple[float, bool]:
     """What adapters count, and whether layers have their weights the other way round."""
     try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads((folder / ADAPTERS).read_text(encoding="utf-8"))
         other = {name: config.get(name) for name, value in PLAIN.items() if config.get(name, value) != value}
         if other:
             raise WeightsError(f"{folder}: no plain adapters (LoRA), but with {other}")
         return float(config["lora_alpha"]) / int(config["r"]), bool(config.get("fan_in_fan_out"))
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise WeightsError(f"{folder / CONFIG}: {error}") from error
+        raise WeightsError(f"{folder / ADAPTERS}: {error}") from error

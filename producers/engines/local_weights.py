@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.errors import WeightsError
+from pipeline.types import ADAPTERS
 from producers.engines import local_adapters
 from producers.engines.local_adapters import Tensors
 from producers.engines.local_model import open_net
@@ -25,7 +26,7 @@ def read(folder: Path, state: dict[str, Tensor], base: Base = None) -> dict[str,
     ties, one is enough; where all are there, they must agree.
     """
     tensors = _read(folder)
-    if (folder / local_adapters.CONFIG).is_file():
+    if (folder / ADAPTERS).is_file():
         if base is None:
             raise WeightsError(f"{folder}: adapters alone, and the model they are of was replaced; start anew with it")
         return local_adapters.merged(folder, tensors, state, base)
