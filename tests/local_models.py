@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from pipeline.types import Policy
 from producers.engines.base import Completion, Request, Sampling
 from producers.engines.local import LocalEngine
 from producers.engines.local_sampling import draws, pick
+from trainer import demo_model
 
 torch.set_num_threads(1)
 VOCABULARY, CONTEXT = 48, 256
@@ -69,6 +70,14 @@ def save(kind: str, folder: Path, seed: int = 0) -> Path:
             if parameter.dim() > 1:
                 parameter.data.mul_(5)
         net.save_pretrained(folder)
+    return folder
+
+
+def save_all(kinds: Iterable[str], folder: Path) -> Path:
+    """One of each, by name, and the project's own small model as `demo`."""
+    for kind in kinds:
+        save(kind, folder / kind)
+    demo_model.make(folder / "demo", 0)
     return folder
 
 

@@ -29,7 +29,6 @@ from pipeline.types import HF, PEFT, Policy
 from producers.engines.echo import EchoEngine
 from producers.engines.local_weights import read
 from producers.eval_cli import main
-from trainer import demo_model
 from trainer.backends.lora import adapted
 from trainer.backends.torch import TorchBackend
 from trainer.weights import digest, versions
@@ -37,11 +36,7 @@ from trainer.weights import digest, versions
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for kind in KINDS:
-        local_models.save(kind, folder / kind)
-    demo_model.make(folder / "demo", 0)
-    return folder
+    return local_models.save_all(KINDS, tmp_path_factory.mktemp("models"))
 
 
 def alone(trained: TorchBackend, folder: Path) -> Path:

@@ -15,7 +15,6 @@ from trainer_groups import random_groups
 
 from pipeline.config import TrainConfig
 from pipeline.errors import UsageError, WeightsError
-from trainer import demo_model
 from trainer.backends import lora
 from trainer.backends.lora import adapted, own
 from trainer.backends.sharded import named
@@ -26,11 +25,7 @@ KINDS = ("qwen3", "tied", "gpt2", "moe")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for kind in KINDS:
-        local_models.save(kind, folder / kind)
-    demo_model.make(folder / "demo", 0)
-    return folder
+    return local_models.save_all(KINDS, tmp_path_factory.mktemp("models"))
 
 
 def backend(checkpoint: Path, **rules: Any) -> TorchBackend:
